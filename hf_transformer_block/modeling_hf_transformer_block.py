@@ -1,0 +1,1156 @@
+# Copyright 2026 The hf_transformer_block authors. Licensed under the Apache License, Version 2.0.
+"""
+The Transformer block and the models made of it: encoder, decoder, encoder-decoder and their heads.
+
+Letters in shapes: B batch, L target length, S source length, D hidden size, H heads, K head dimension, V vocabulary.
+"""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_hf_transformer_block import TransformerBlockConfig
+
+
+# transformers 5.23 renamed `past_key_values` to `cache`, in arguments and in outputs. Here it is always `cache`; CACHE is
+# the installed library's name, for its functions and outputs, and a forward so decorated takes either name.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+
+def takes_either_cache_name(forward: Callable) -> Callable:
+    """Lets a forward with an argument `cache` be called with `past_key_values` as well."""
+    if CACHE == "cache":
+        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
+
+    @wraps(forward)
+    def renaming(*args, **kwargs):
+        if "past_key_values" in kwargs:
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        return forward(*args, **kwargs)
+
+    return renaming
+
+
+def sinusoidal_positions(position_ids: torch.Tensor, hidden_size: int) -> torch.Tensor:
+    """
+    Returns sin(p / 10000^(2i/D)) for i < D/2, then the cosines of the same angles: (B, L) -> (B, L, D), float32.
+
+    Source: "Attention Is All You Need", section 3.5; the halves stand side by side, as in the paper's own code.
+    """
+    exponents = torch.arange(0, hidden_size, 2, device=position_ids.device, dtype=torch.float32) / hidden_size
+    angles = position_ids[..., None].float() * 10000.0**-exponents  # (B, L) -> (B, L, D/2)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class TransformerBlockRotaryEmbedding(nn.Module):
+    """
+    Returns the cosines and sines that rotate queries and keys, each (B, L, K), in the dtype of `hidden_states`.
+
+    Source: RoFormer, arXiv 2104.09864; scaling variants: `transformers.modeling_rope_utils`. The class and buffer
+    names are those by which transformers refills the buffers after loading.
+    """
+
+    def __init__(self, config: TransformerBlockConfig):
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        compute = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = compute(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(
+        config: TransformerBlockConfig, **kwargs
+    ) -> tuple[torch.Tensor, float]:
+        """Returns theta^(-2i/R) for i < R/2, where R <= K features of a head are rotated, and the factor 1."""
+        rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    @dynamic_rope_update
+    def forward(
+        self, hidden_states: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq.to(hidden_states.device, torch.float32)
+        angles = torch.cat([angles, angles], dim=-1)  # (B, L, K/2) -> (B, L, K)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the first R features of every head, feature i together with i + R/2: (B, H, L, K) -> (B, H, L, K)."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, L, R) -> (B, 1, L, R)
+    rotated, kept = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([rotated, kept], dim=-1) if kept.shape[-1] else rotated
+
+
+def build_norm(config: TransformerBlockConfig, size: int) -> nn.Module:
+    """Returns the norm of the configuration over the last `size` features; torch computes both in float32."""
+    norm = nn.RMSNorm if config.norm_type == "rms_norm" else nn.LayerNorm
+    return norm(size, eps=config.norm_eps)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns softmax(Q K^T * scaling + mask) V as (B, L, H, K) and the probabilities as (B, H, L, S).
+
+    `key` and `value` may have fewer heads than `query`; each serves a group of query heads. The mask is boolean
+    (True: may see) or added to the scores. A row that may see nothing yields zeros, as SDPA does.
+    """
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * scaling  # (B, H, L, S)
+    if attention_mask is None:
+        probabilities = scores.softmax(dim=-1)
+    else:
+        lowest = torch.finfo(attention_mask.dtype if attention_mask.is_floating_point() else scores.dtype).min
+        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask > lowest
+        if attention_mask.is_floating_point():
+            scores = scores + attention_mask.clamp(min=lowest)
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        probabilities = scores.softmax(dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
+    probabilities = F.dropout(probabilities.to(query.dtype), p=dropout, training=module.training)
+    return torch.matmul(probabilities, value).transpose(1, 2).contiguous(), probabilities
+
+
+class TransformerBlockAttention(nn.Module):
+    """
+    Multi-head attention, "Attention Is All You Need" section 3.2: softmax(Q K^T / sqrt(K)) V, heads side by side.
+
+    Queries come from `hidden_states` (B, L, D); keys and values from `key_value_states` (B, S, D), or from
+    `hidden_states` in self-attention. In the tutorial's style all heads share one (K, K) projection and the scores are
+    divided by sqrt(D).
+    """
+
+    def __init__(self, config: TransformerBlockConfig, layer_idx: int, is_causal: bool = False):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = is_causal
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.shares_projection = config.block_style == "tutorial"
+        self.scaling = (config.hidden_size if self.shares_projection else config.head_dim) ** -0.5
+
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        if self.shares_projection:
+            inputs, outputs, bias = config.head_dim, (config.head_dim,) * 3, False
+        else:
+            inputs, outputs, bias = (
+                config.hidden_size,
+                (query_size, key_size, key_size),
+                config.attention_bias,
+            )
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(inputs, size, bias=bias) for size in outputs)
+        self.o_proj = nn.Linear(
+            query_size, config.hidden_size, bias=config.attention_bias or self.shares_projection
+        )
+        self.q_norm = build_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = build_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
+
+    def heads(self, projection: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        """Projects and splits into heads: (B, L, D) -> (B, L, H, K)."""
+        shape = (*states.shape[:-1], -1, self.head_dim)
+        return projection(states.view(shape)) if self.shares_projection else projection(states).view(shape)
+
+    @takes_either_cache_name
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: Cache | None = None,
+        output_attentions: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        is_cross_attention = key_value_states is not None
+        query = self.q_norm(self.heads(self.q_proj, hidden_states)).transpose(
+            1, 2
+        )  # (B, L, H, K) -> (B, H, L, K)
+        if isinstance(cache, EncoderDecoderCache):
+            is_cached = is_cross_attention and cache.is_updated.get(self.layer_idx, False)
+            if is_cross_attention:
+                cache.is_updated[self.layer_idx] = True
+            cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
+        else:
+            is_cached = False
+        if is_cached:  # the source does not change while the target grows
+            key, value = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        else:
+            source = key_value_states if is_cross_attention else hidden_states
+            key = self.k_norm(self.heads(self.k_proj, source)).transpose(1, 2)
+            value = self.heads(self.v_proj, source).transpose(1, 2)
+        if position_embeddings is not None:
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        if cache is not None and not is_cached:
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            "eager" if output_attentions else self.config._attn_implementation, eager_attention_forward
+        )
+        attention, probabilities = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        attention = attention.reshape(*hidden_states.shape[:-1], -1)  # (B, L, H, K) -> (B, L, H * K)
+        return self.o_proj(attention), probabilities
+
+
+class TransformerBlockMLP(nn.Module):
+    """Position-wise feed-forward network: down(act(up(x))), or down(act(gate(x)) * up(x)) when gated."""
+
+    def __init__(self, config: TransformerBlockConfig):
+        super().__init__()
+        if config.gated_mlp:
+            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.is_gated = config.gated_mlp
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.is_gated:
+            return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+
+
+class TransformerBlock(GradientCheckpointingLayer):
+    """
+    Self-attention, cross-attention (in the decoder of an encoder-decoder) and MLP, each with residual and norm.
+
+    "post_norm": x = norm(x + dropout(f(x))); "pre_norm": x = x + dropout(f(norm(x)));
+    "tutorial": x = dropout(norm(f(x) + x)).
+    """
+
+    def __init__(self, config: TransformerBlockConfig, layer_idx: int, is_decoder: bool):
+        super().__init__()
+        self.block_style = config.block_style
+        self.has_cross_attention = is_decoder and config.is_encoder_decoder
+        self.self_attn = TransformerBlockAttention(config, layer_idx, is_causal=is_decoder)
+        self.self_attn_norm = build_norm(config, config.hidden_size)
+        if self.has_cross_attention:
+            self.cross_attn = TransformerBlockAttention(config, layer_idx)
+            self.cross_attn_norm = build_norm(config, config.hidden_size)
+        self.mlp = TransformerBlockMLP(config)
+        self.mlp_norm = build_norm(config, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def read(self, norm: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns what a sub-layer reads from the residual stream."""
+        return norm(hidden_states) if self.block_style == "pre_norm" else hidden_states
+
+    def write(self, norm: nn.Module, hidden_states: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Returns the residual stream after a sub-layer's update."""
+        if self.block_style == "pre_norm":
+            return hidden_states + self.dropout(update)
+        if self.block_style == "post_norm":
+            return norm(hidden_states + self.dropout(update))
+        return self.dropout(norm(hidden_states + update))
+
+    @takes_either_cache_name
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        update, _ = self.self_attn(
+            self.read(self.self_attn_norm, hidden_states),
+            attention_mask=attention_mask,
+            position_embeddings=position_embeddings,
+            position_ids=position_ids,
+            **{CACHE: cache},
+            **kwargs,
+        )
+        hidden_states = self.write(self.self_attn_norm, hidden_states, update)
+        if self.has_cross_attention:
+            update, _ = self.cross_attn(
+                self.read(self.cross_attn_norm, hidden_states),
+                key_value_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                **{CACHE: cache},
+                **kwargs,
+            )
+            hidden_states = self.write(self.cross_attn_norm, hidden_states, update)
+        update = self.mlp(self.read(self.mlp_norm, hidden_states))
+        return self.write(self.mlp_norm, hidden_states, update)
+
+
+class TransformerBlockPreTrainedModel(PreTrainedModel):
+    """What every model of the family shares: its configuration, its initial weights and what it supports."""
+
+    config: TransformerBlockConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TransformerBlock"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": TransformerBlock,
+        "attentions": OutputRecorder(TransformerBlockAttention, index=1, layer_name="self_attn"),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draws weights from N(0, initializer_range^2), biases 0, norms 1; see `initializer_range` for pre-norm."""
+        super()._init_weights(module)
+        if isinstance(module, TransformerBlock) and self.config.block_style == "pre_norm":
+            depth = self.config.num_hidden_layers
+            if module.has_cross_attention:
+                depth = self.config.num_decoder_layers
+                init.normal_(
+                    module.cross_attn.o_proj.weight, std=self.config.initializer_range / math.sqrt(2 * depth)
+                )
+            for projection in (module.self_attn.o_proj, module.mlp.down_proj):
+                init.normal_(projection.weight, std=self.config.initializer_range / math.sqrt(2 * depth))
+
+
+def check_inputs(
+    config: TransformerBlockConfig,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    past_length: int | torch.Tensor,
+) -> None:
+    """
+    Raises ValueError, with the numbers, for ids outside the vocabulary and masks of a wrong shape.
+
+    Values are read on the CPU only, where that costs microseconds; on an accelerator it would stall the queue.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError(
+            "give either input_ids or inputs_embeds (decoder_... for the target), not both and not neither"
+        )
+    batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+    if input_ids is not None and input_ids.numel() and reads_values(input_ids):
+        lowest, highest = (int(bound) for bound in torch.aminmax(input_ids))
+        if lowest < 0 or highest >= config.vocab_size:
+            raise ValueError(
+                f"token id {lowest if lowest < 0 else highest} is outside the vocabulary (0 to {config.vocab_size - 1}); "
+                f"use the tokenizer saved with the model, or model.resize_token_embeddings"
+            )
+    if not isinstance(attention_mask, torch.Tensor):
+        return
+    shape = tuple(attention_mask.shape)
+    if attention_mask.ndim == 4 and shape[0] in (1, batch) and shape[2] == length:
+        return
+    is_static = isinstance(
+        past_length, torch.Tensor
+    )  # reading the length of a static cache would break its graph
+    if attention_mask.ndim != 2 or shape[0] != batch or not (is_static or shape[1] == past_length + length):
+        raise ValueError(
+            f"attention_mask has shape {shape}; give (batch, cached + new tokens) = ({batch}, {past_length} + {length}) "
+            f"with 1 for real tokens, or (batch, 1 or heads, {length}, source length)"
+        )
+
+
+def reads_values(tensor: torch.Tensor) -> bool:
+    """Returns whether a check may look at the tensor's values."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+
+
+class TransformerBlockStack(TransformerBlockPreTrainedModel):
+    """
+    Embeddings, positions, blocks and final norm: an encoder or a decoder.
+
+    As a decoder it sees the past only, keeps a cache, and in an encoder-decoder attends to `encoder_hidden_states`.
+    """
+
+    _can_record_outputs = {
+        **TransformerBlockPreTrainedModel._can_record_outputs,
+        "cross_attentions": OutputRecorder(TransformerBlockAttention, index=1, layer_name="cross_attn"),
+    }
+
+    def __init__(self, config: TransformerBlockConfig, is_decoder: bool):
+        super().__init__(config)
+        self.is_decoder = is_decoder
+        depth = (
+            config.num_decoder_layers
+            if is_decoder and config.is_encoder_decoder
+            else config.num_hidden_layers
+        )
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.position_embedding == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        if config.position_embedding == "rotary":
+            self.rotary_emb = TransformerBlockRotaryEmbedding(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList([TransformerBlock(config, index, is_decoder) for index in range(depth)])
+        self.norm = (
+            build_norm(config, config.hidden_size) if config.block_style == "pre_norm" else nn.Identity()
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def count_positions(
+        self,
+        attention_mask: torch.Tensor | None,
+        length: int,
+        past_length: int | torch.Tensor,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Returns the positions of `length` new tokens, padding not counted: (B, L), or (1, L) without padding."""
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            positions = attention_mask.to(device, torch.long).cumsum(dim=-1) - 1
+            if isinstance(past_length, int):
+                return positions.clamp(min=0)[:, past_length : past_length + length]
+            return positions.clamp(min=0)[:, -length:]
+        return (torch.arange(length, device=device) + past_length).unsqueeze(0)
+
+    def add_positions(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Adds sinusoidal or learned positions, (B, L) -> (B, L, D); raises ValueError beyond the last one."""
+        limit = self.config.max_position_embeddings
+        if position_ids.numel() and reads_values(position_ids) and (last := int(position_ids.max())) >= limit:
+            raise ValueError(
+                f"position {last} is beyond max_position_embeddings={limit} of {self.config.position_embedding!r} "
+                f"positions: shorten the input to {limit} tokens, or train with a larger max_position_embeddings"
+            )
+        if self.config.position_embedding == "learned":
+            return hidden_states + self.embed_positions(position_ids)
+        return hidden_states + sinusoidal_positions(position_ids, self.config.hidden_size).to(
+            hidden_states.dtype
+        )
+
+    @takes_either_cache_name
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        cache = self.prepare_cache(cache, use_cache)
+        own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        # the paged cache of continuous batching has no single length; its caller gives positions and masks
+        past_length = own_cache.get_seq_length() if hasattr(own_cache, "get_seq_length") else 0
+        check_inputs(self.config, input_ids, inputs_embeds, attention_mask, past_length)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        hidden_states = inputs_embeds
+        if self.config.scale_embeddings:
+            hidden_states = hidden_states * math.sqrt(self.config.hidden_size)
+
+        # the library looks for packed sequences in the positions that a caller gives, so ours stay out of the mask
+        config = self.config
+        if output_attentions and config._attn_implementation != "eager":
+            config = copy.copy(config)
+            config._attn_implementation = "eager"
+        if self.is_decoder:
+            mask = create_causal_mask(
+                config, hidden_states, attention_mask, position_ids=position_ids, **{CACHE: own_cache}
+            )
+        else:
+            mask = create_bidirectional_mask(config, hidden_states, attention_mask)
+        cross_mask = None
+        if encoder_hidden_states is not None:
+            cross_mask = create_bidirectional_mask(
+                config, hidden_states, encoder_attention_mask, encoder_hidden_states=encoder_hidden_states
+            )
+
+        if position_ids is None:
+            position_ids = self.count_positions(
+                attention_mask, hidden_states.shape[1], past_length, hidden_states.device
+            )
+        position_embeddings = None
+        if self.config.position_embedding == "rotary":
+            position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        elif self.config.position_embedding != "none":
+            hidden_states = self.add_positions(hidden_states, position_ids)
+        hidden_states = self.dropout(hidden_states)
+
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask,
+                encoder_hidden_states=encoder_hidden_states,
+                encoder_attention_mask=cross_mask,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                output_attentions=bool(output_attentions),
+                **{CACHE: cache},
+                **kwargs,
+            )
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=self.norm(hidden_states), **{CACHE: cache}
+        )
+
+    def prepare_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        """Returns the cache to fill: none for an encoder, the caller's, or a new one."""
+        if not self.is_decoder or (cache is None and not use_cache):
+            return None
+        config = self.config.get_text_config(decoder=True)
+        cache = DynamicCache(config=config) if cache is None else cache
+        if self.config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
+            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+        return cache
+
+
+class TransformerBlockModel(TransformerBlockStack):
+    """
+    The model without a head: one stack as "encoder" or "decoder", two of them as "encoder-decoder".
+
+    Returns hidden states (B, L, D); for an encoder-decoder those of the decoder.
+    """
+
+    _can_record_outputs = TransformerBlockPreTrainedModel._can_record_outputs
+
+    def __init__(self, config: TransformerBlockConfig):
+        if not config.is_encoder_decoder:
+            super().__init__(config, is_decoder=config.architecture == "decoder")
+            return
+        super(TransformerBlockStack, self).__init__(config)  # it is not a stack but has two
+        if config.tie_word_embeddings:
+            self._tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
+        self.encoder = TransformerBlockStack(config, is_decoder=False)
+        self.decoder = TransformerBlockStack(config, is_decoder=True)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.embed_tokens if self.config.is_encoder_decoder else self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        if not self.config.is_encoder_decoder:
+            self.embed_tokens = value
+            return
+        self.encoder.embed_tokens = value
+        if self.config.tie_word_embeddings:
+            self.decoder.embed_tokens = value
+
+    @takes_either_cache_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPastAndCrossAttentions | Seq2SeqModelOutput:
+        source = dict(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        if not self.config.is_encoder_decoder:
+            if (
+                decoder_input_ids is not None
+                or decoder_inputs_embeds is not None
+                or encoder_outputs is not None
+            ):
+                raise ValueError(
+                    f"architecture={self.config.architecture!r} has one stack and takes input_ids only; decoder inputs "
+                    f"and encoder outputs need architecture='encoder-decoder'"
+                )
+            return super().forward(
+                **source, use_cache=use_cache, return_dict=True, **{CACHE: cache}, **kwargs
+            )
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            raise ValueError(
+                "an encoder-decoder needs decoder_input_ids or decoder_inputs_embeds (or, with its head, labels)"
+            )
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(**source, return_dict=True, **kwargs)
+        elif isinstance(encoder_outputs, (tuple, list)):
+            encoder_outputs = BaseModelOutput(*encoder_outputs)
+        encoded = encoder_outputs.last_hidden_state
+        if attention_mask is not None and attention_mask.shape != encoded.shape[:2]:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)} but the source of an encoder-decoder is "
+                f"(batch, length) = {tuple(encoded.shape[:2])}"
+            )
+        outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            inputs_embeds=decoder_inputs_embeds,
+            encoder_hidden_states=encoded,
+            encoder_attention_mask=attention_mask,
+            use_cache=use_cache,
+            return_dict=True,
+            **{CACHE: cache},
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=outputs.last_hidden_state,
+            **{CACHE: outputs.get(CACHE)},
+            decoder_hidden_states=outputs.hidden_states,
+            decoder_attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=encoded,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """
+    Returns the sum of the cross-entropies (nats, in float32) of logits (..., V), divided by the number of labels.
+
+    Labels of -100 are ignored. `num_items_in_batch` is the number of labels of a batch that is spread over several
+    calls or processes; None: of this call. Without any label the loss and its gradients are 0. Label smoothing as in
+    arXiv 1512.00567.
+    """
+    labels = labels.to(logits.device).flatten()
+    total = F.cross_entropy(
+        logits.float().flatten(0, -2),
+        labels,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+        ignore_index=-100,
+    )
+    return total / count_labels(labels, num_items_in_batch)
+
+
+def count_labels(labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor | int:
+    """Returns what a summed loss is divided by: the caller's count, or that of the labels which are not -100."""
+    if num_items_in_batch is None:
+        return (labels != -100).sum().clamp(min=1)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        return num_items_in_batch.to(labels.device)
+    return num_items_in_batch
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """
+    Output projection and summed cross-entropy in one, a chunk of tokens at a time, so that logits (N, V) never exist.
+
+    The gradients are made chunk by chunk in the forward pass, where each chunk's probabilities are at hand.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
+        """(N, D), (V, D), (N,) -> scalar float32."""
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        vocab_size = weight.shape[0]
+        hidden_grad = torch.empty_like(hidden_states) if wants_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        total = hidden_states.new_zeros((), dtype=torch.float32)
+        size = max(
+            256, 2**22 // vocab_size
+        )  # 16 MiB of float32 logits, or 256 rows, which keep products efficient
+        for start in range(0, labels.shape[0], size):
+            rows = slice(start, start + size)
+            hidden, target = hidden_states[rows], labels[rows].unsqueeze(1)
+            logits = F.linear(hidden, weight).float()
+            is_real = target != -100
+            target = target.masked_fill(~is_real, 0)
+            normalizer = logits.logsumexp(dim=-1, keepdim=True)
+            losses = normalizer - (1.0 - label_smoothing) * logits.gather(1, target)
+            if label_smoothing:
+                losses -= label_smoothing * logits.mean(dim=-1, keepdim=True)
+            total += (losses * is_real).sum()
+            if not wants_hidden and not wants_weight:
+                continue
+            grad = logits.sub_(normalizer).exp_()  # softmax - (1 - smoothing) * one-hot - smoothing / V
+            grad -= label_smoothing / vocab_size
+            grad.scatter_add_(1, target, torch.full_like(normalizer, label_smoothing - 1.0))
+            grad = (grad * is_real).to(hidden.dtype)
+            if wants_hidden:
+                hidden_grad[rows] = grad @ weight.to(grad.dtype)
+            if wants_weight:
+                weight_grad += grad.t() @ hidden
+        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, total_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (
+            *(None if grad is None else (grad * total_grad).to(grad.dtype) for grad in ctx.saved_tensors),
+            None,
+            None,
+        )
+
+
+class TransformerBlockLMMixin:
+    """The output projection of the language-model heads: logits when somebody needs them, else only the loss."""
+
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        label_smoothing: float = 0.0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """
+        Returns the loss (None without labels) and the logits (B, L, V) of the positions to keep.
+
+        In training with labels the logits are None, and never made, unless `logits_to_keep` asks for them (0: all).
+        `labels` (B, L) stand where they are predicted: a causal head has shifted them.
+        """
+        if (
+            self.training
+            and labels is not None
+            and logits_to_keep is None
+            and type(self.lm_head) is nn.Linear
+        ):
+            labels = labels.to(hidden_states.device).flatten()
+            total = ChunkedCrossEntropy.apply(
+                hidden_states.flatten(0, -2), self.lm_head.weight, labels, label_smoothing
+            )
+            return total / count_labels(labels, num_items_in_batch), None
+        if isinstance(logits_to_keep, torch.Tensor):
+            hidden_states = hidden_states[:, logits_to_keep]
+            labels = None if labels is None else labels[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden_states = hidden_states[:, -logits_to_keep:]
+            labels = None if labels is None else labels[:, -logits_to_keep:]
+        logits = self.lm_head(hidden_states)
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch, label_smoothing)
+        return loss, logits
+
+
+def require_architecture(config: TransformerBlockConfig, head: str, *fitting: str) -> None:
+    """Raises ValueError if a head does not fit the architecture."""
+    if config.architecture not in fitting:
+        fits = ", ".join(sorted(set(config.auto_map) - {"AutoConfig"}))
+        raise ValueError(
+            f"{head} needs architecture={' or '.join(map(repr, fitting))}, not {config.architecture!r}, which loads "
+            f"through {fits}"
+        )
+
+
+class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTrainedModel, GenerationMixin):
+    """A decoder that predicts the next token; it owns the causal shift: `labels` are the `input_ids`, -100 ignored."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: TransformerBlockConfig):
+        super().__init__(config)
+        require_architecture(config, type(self).__name__, "decoder")
+        self.model = TransformerBlockModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @takes_either_cache_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
+        shift_labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """`shift_labels` (B, L) are labels that stand where they are predicted already; they win over `labels`."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **{CACHE: cache},
+            **kwargs,
+        )
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        loss, logits = self.project(outputs.last_hidden_state, shift_labels, logits_to_keep, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            **{CACHE: outputs.get(CACHE)},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class TransformerBlockForMaskedLM(TransformerBlockLMMixin, TransformerBlockPreTrainedModel):
+    """An encoder that predicts the tokens which were masked in its input; other `labels` are -100."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: TransformerBlockConfig):
+        super().__init__(config)
+        require_architecture(config, type(self).__name__, "encoder")
+        self.model = TransformerBlockModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        loss, logits = self.project(outputs.last_hidden_state, labels, **kwargs)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+def shift_tokens_right(labels: torch.Tensor, config: TransformerBlockConfig) -> torch.Tensor:
+    """Returns the decoder's input for `labels` (B, L): the start token, then all labels but the last."""
+    if config.pad_token_id is None:
+        raise ValueError(
+            "labels need pad_token_id in the configuration, the decoder's input where a label is -100"
+        )
+    shifted = labels.roll(1, dims=-1)
+    shifted[:, 0] = config.decoder_start_token_id
+    return shifted.masked_fill(shifted == -100, config.pad_token_id)
+
+
+class TransformerBlockForConditionalGeneration(
+    TransformerBlockLMMixin, TransformerBlockPreTrainedModel, GenerationMixin
+):
+    """An encoder-decoder that writes a target for a source; `labels` are the target's tokens, -100 ignored."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: TransformerBlockConfig):
+        super().__init__(config)
+        require_architecture(config, type(self).__name__, "encoder-decoder")
+        self.model = TransformerBlockModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        return shift_tokens_right(labels, self.config)
+
+    @takes_either_cache_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqLMOutput:
+        if labels is not None:
+            use_cache = False if use_cache is None else use_cache
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = shift_tokens_right(labels, self.config)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            encoder_outputs=encoder_outputs,
+            use_cache=use_cache,
+            return_dict=True,
+            **{CACHE: cache},
+            **kwargs,
+        )
+        loss, logits = self.project(outputs.last_hidden_state, labels, logits_to_keep, **kwargs)
+        rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **rest)
+
+
+class TransformerBlockForSequenceClassification(TransformerBlockPreTrainedModel):
+    """
+    Classifies, or scores, a whole sequence: one pooled state of an encoder or a decoder, (B, D) -> (B, num_labels).
+
+    `problem_type` None: regression for one label, else by the dtype of `labels`: integers (B,) are classes, floats
+    (B, num_labels) are independent labels.
+    """
+
+    def __init__(self, config: TransformerBlockConfig):
+        super().__init__(config)
+        require_architecture(config, type(self).__name__, "encoder", "decoder")
+        self.num_labels = config.num_labels
+        self.model = TransformerBlockModel(config)
+        self.dropout = nn.Dropout(
+            config.dropout if config.classifier_dropout is None else config.classifier_dropout
+        )
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def pool(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Returns the mean of the real tokens, the first or the last of them: (B, L, D) -> (B, D)."""
+        if attention_mask is None:
+            attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.long)
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; pooling needs (batch, length), to know the "
+                f"real tokens"
+            )
+        is_real = attention_mask.to(hidden_states.device) != 0
+        if self.config.classifier_pooling == "mean":
+            weights = is_real.to(hidden_states.dtype).unsqueeze(-1)
+            return (hidden_states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        index = torch.arange(is_real.shape[1], device=is_real.device)
+        if self.config.classifier_pooling == "cls":
+            chosen = torch.where(is_real, index, is_real.shape[1] - 1).amin(dim=1)
+        else:
+            chosen = torch.where(is_real, index, 0).amax(dim=1)
+        return hidden_states[torch.arange(len(chosen), device=chosen.device), chosen]
+
+    @takes_either_cache_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **{CACHE: cache},
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(self.pool(outputs.last_hidden_state, attention_mask)))
+        loss = None if labels is None else self.loss(logits, labels.to(logits.device), num_items_in_batch)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    def loss(
+        self, logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """Returns the loss of `problem_type`, averaged over the examples (and over independent labels)."""
+        problem = self.config.problem_type
+        if problem is None:
+            by_dtype = (
+                "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+            )
+            problem = "regression" if self.config.num_labels == 1 else by_dtype
+        if problem == "single_label_classification":
+            return cross_entropy(logits, labels, num_items_in_batch, label_smoothing=0.0)
+        labels = labels.view_as(logits).float()
+        elementwise = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        total = elementwise(logits.float(), labels, reduction="none").mean(dim=-1).sum()
+        return total / count_labels(labels[:, 0], num_items_in_batch)
+
+
+class TransformerBlockForTokenClassification(TransformerBlockPreTrainedModel):
+    """Classifies every token of an encoder or a decoder, (B, L, D) -> (B, L, num_labels); `labels` of -100 ignored."""
+
+    def __init__(self, config: TransformerBlockConfig):
+        super().__init__(config)
+        require_architecture(config, type(self).__name__, "encoder", "decoder")
+        self.num_labels = config.num_labels
+        self.model = TransformerBlockModel(config)
+        self.dropout = nn.Dropout(
+            config.dropout if config.classifier_dropout is None else config.classifier_dropout
+        )
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @takes_either_cache_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **{CACHE: cache},
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = (
+            None if labels is None else cross_entropy(logits, labels, num_items_in_batch, label_smoothing=0.0)
+        )
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class TransformerBlockForQuestionAnswering(TransformerBlockPreTrainedModel):
+    """
+    Finds the answer to a question inside a text: scores of each token, (B, L), as the answer's first and last.
+
+    A position outside the input (an answer that was cut off) is ignored in the loss.
+    """
+
+    def __init__(self, config: TransformerBlockConfig):
+        super().__init__(config)
+        require_architecture(config, type(self).__name__, "encoder", "decoder")
+        self.model = TransformerBlockModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @takes_either_cache_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        use_cache: bool | None = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **{CACHE: cache},
+            **kwargs,
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(
+            dim=-1
+        )  # (B, L, 2) -> 2 of (B, L)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            length = start_logits.shape[1]
+            losses = []
+            for logits, positions in ((start_logits, start_positions), (end_logits, end_positions)):
+                positions = positions.view(-1)
+                positions = positions.masked_fill((positions < 0) | (positions >= length), -100)
+                losses.append(cross_entropy(logits, positions, num_items_in_batch, label_smoothing=0.0))
+            loss = sum(losses) / 2
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+TransformerBlockModel.register_for_auto_class("AutoModel")
+TransformerBlockForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+TransformerBlockForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
+TransformerBlockForConditionalGeneration.register_for_auto_class("AutoModelForSeq2SeqLM")
+TransformerBlockForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+TransformerBlockForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+TransformerBlockForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
