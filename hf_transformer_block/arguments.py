@@ -100,7 +100,10 @@ def parse_arguments(description: str, recipes: Path) -> Arguments:
         recipe = recipes / "dates.yaml"
     if recipe is not None:
         parser.set_defaults(**read_recipe(parser, recipe, recipes))
-    (arguments,) = parser.parse_args_into_dataclasses()
+    arguments, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        flags = [f"--{field.name}" for field in fields(Arguments)]
+        parser.error(f"{unknown[0]} is unknown{nearest(unknown[0], flags)} (--help lists all flags)")
     for name, known in KNOWN.items():
         if (value := getattr(arguments, name)) not in known:
             parser.error(

@@ -73,7 +73,9 @@ def updates(
     def cut(examples: list[dict]) -> list[Batch]:
         return [collate(examples[i : i + size], pad_token_id) for i in range(0, len(examples), size)]
 
-    for micro_batches in DataLoader(dataset, batch_sampler=sampler, collate_fn=cut):
+    # a generator of its own, for a loader without one draws a number from the random state that dropout uses
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=cut, generator=torch.Generator())
+    for micro_batches in loader:
         yield send_to_device(micro_batches, accelerator.device)
 
 
@@ -192,6 +194,21 @@ def bits_per_byte(loss: float, tokens: int, num_bytes: int) -> float:
 def checkpoints(output_dir: Path) -> list[Path]:
     """Returns the complete checkpoints of a run, oldest first."""
     return sorted((output_dir / "checkpoints").glob("step-*[0-9]"))
+
+
+def register_state(accelerator: Accelerator, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    """Adds the schedule to checkpoints, and stores tied weights once, as `save_pretrained` does."""
+    accelerator.register_for_checkpointing(scheduler)
+
+    def drop_tied(models: list[nn.Module], states: list[dict], output_dir: str) -> None:
+        for model, state in zip(
+            models, states, strict=False
+        ):  # there are no states where an engine saves its own
+            tied = accelerator.unwrap_model(model).all_tied_weights_keys
+            for name in [name for name in state if name.removeprefix("module.") in tied]:
+                del state[name]
+
+    accelerator.register_save_state_pre_hook(drop_tied)
 
 
 def save_checkpoint(accelerator: Accelerator, output_dir: Path, state: dict, keep: int) -> None:

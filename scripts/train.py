@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import sys
 import time
@@ -23,6 +24,7 @@ os.environ["OMP_WAIT_POLICY"] = os.environ.get(
 )  # before torch starts its threads
 
 import accelerate
+import jinja2
 import matplotlib.pyplot as plt
 import torch
 import transformers
@@ -33,6 +35,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
+import hf_transformer_block
 from hf_transformer_block import (
     TransformerBlockConfig,
     TransformerBlockForCausalLM,
@@ -54,6 +57,7 @@ from hf_transformer_block.training import (
     checkpoints,
     evaluate,
     load_checkpoint,
+    register_state,
     save_checkpoint,
     score_translations,
     translate,
@@ -64,6 +68,7 @@ from hf_transformer_block.training import (
 
 
 RECIPES = Path(__file__).parent / "recipes"
+CARD = Path(__file__).parents[1] / "model_card.md"
 
 
 def prepare_folder(arguments: Arguments, accelerator: Accelerator) -> None:
@@ -153,25 +158,37 @@ def tokenise(
     }
 
 
+def build_config(arguments: Arguments, **tokens: int | None) -> TransformerBlockConfig:
+    """Returns the model's configuration; raises ValueError for flags that do not fit together."""
+    values = {
+        "architecture": "encoder-decoder" if arguments.task == "translation" else "decoder",
+        "hidden_size": arguments.hidden_size,
+        "num_hidden_layers": arguments.num_hidden_layers,
+        "num_attention_heads": arguments.num_attention_heads,
+        "intermediate_size": arguments.intermediate_size,
+        "dropout": arguments.dropout,
+        "max_position_embeddings": arguments.max_length + 1,
+        **tokens,
+    }
+    for override in filter(None, arguments.config_overrides.split(",")):
+        if "=" not in override:
+            raise ValueError(f"--config_overrides has {override!r} where 'key=value' belongs")
+        key, value = override.split("=", 1)
+        values[key.strip()] = yaml.safe_load(value)
+    return getattr(TransformerBlockConfig, arguments.preset)(**values)
+
+
 def build_model(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Returns a model with fresh weights."""
+    """Returns a model with fresh weights for the tokenizer's vocabulary."""
     translates = arguments.task == "translation"
     start = tokenizer.pad_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    overrides = (item.split("=", 1) for item in arguments.config_overrides.split(",") if item)
-    config = getattr(TransformerBlockConfig, arguments.preset)(
-        architecture="encoder-decoder" if translates else "decoder",
+    config = build_config(
+        arguments,
         vocab_size=len(tokenizer),
-        hidden_size=arguments.hidden_size,
-        num_hidden_layers=arguments.num_hidden_layers,
-        num_attention_heads=arguments.num_attention_heads,
-        intermediate_size=arguments.intermediate_size,
-        dropout=arguments.dropout,
-        max_position_embeddings=arguments.max_length + 1,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
-        decoder_start_token_id=start if translates else None,
         eos_token_id=tokenizer.eos_token_id,
-        **{key: yaml.safe_load(value) for key, value in overrides},
+        decoder_start_token_id=start if translates else None,
     )
     model = (TransformerBlockForConditionalGeneration if translates else TransformerBlockForCausalLM)(config)
     model.generation_config.max_new_tokens = arguments.max_length
@@ -232,6 +249,14 @@ def show_translations(
             tqdm.write(f"  {source}  ->  {hypothesis}{wrong}")
 
 
+def describe(scores: dict[str, float | str]) -> str:
+    """Returns scores in one line."""
+    return ", ".join(
+        f"{name} {score if isinstance(score, str) else format(score, '.5g')}"
+        for name, score in scores.items()
+    )
+
+
 def plot(history: list[dict], file: Path) -> None:
     """Draws the training curve."""
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -259,7 +284,7 @@ def train(
         arguments.lr_scheduler_type, optimizer, arguments.warmup_steps, num_training_steps=arguments.max_steps
     )
     model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(scheduler)  # not prepared: it counts updates, not processes
+    register_state(accelerator, scheduler)  # which is not prepared: it counts updates, not processes
     set_seed(arguments.seed, device_specific=True)
     state = {"step": 0, "history": []}
     if arguments.resume and (found := checkpoints(folder)):
@@ -307,16 +332,41 @@ def train(
             entry = {"step": step, "train_loss": sum(losses) / len(losses), **scores}
             state["history"].append(entry)
             if is_main:
-                tqdm.write(
-                    ", ".join(
-                        f"{key} {value:.4g}" for key, value in entry.items() if not isinstance(value, str)
-                    )
-                )
+                tqdm.write(describe(entry))
             losses, tokens, started = [], 0, time.perf_counter()
         if step % arguments.save_steps == 0 or step == arguments.max_steps:
             save_checkpoint(accelerator, folder, state | {"step": step}, arguments.save_total_limit)
     bar.close()
     return model, state["history"]
+
+
+def write_records(
+    arguments: Arguments, accelerator: Accelerator, model: PreTrainedModel, metrics: dict, example: str
+) -> None:
+    """Writes metrics.json, the training curve and the model card beside the weights."""
+    folder = Path(arguments.output_dir)
+    versions = {"python": platform.python_version(), "hf_transformer_block": hf_transformer_block.__version__}
+    versions |= {module.__name__: module.__version__ for module in (torch, transformers, accelerate)}
+    metrics |= {
+        "parameters": model.num_parameters(),
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "command": shlex.join(["accelerate", "launch", *sys.argv]),
+        "versions": versions,
+    }
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2, ensure_ascii=False), encoding="utf-8")
+    plot(metrics["history"], folder / "training_curve.png")
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    card = environment.from_string(CARD.read_text(encoding="utf-8")).render(
+        arguments=arguments,
+        config=model.config,
+        source="local files"
+        if arguments.train_files
+        else "dates of 1900 to 2099 as Unicode CLDR writes them",
+        example=example,
+        **metrics,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def main() -> None:
@@ -325,18 +375,22 @@ def main() -> None:
     accelerator = Accelerator()
     use_all_cores(accelerator)
     set_seed(arguments.seed)
-    prepare_folder(arguments, accelerator)
-    with accelerator.main_process_first():
-        data = read_data(arguments)
-    tokenizer = prepare_tokenizer(arguments, accelerator, data["train"])
-    with accelerator.main_process_first():
-        examples, dropped = tokenise(arguments, tokenizer, data)
+    try:
+        build_config(arguments, vocab_size=arguments.vocab_size)  # before any long work
+        prepare_folder(arguments, accelerator)
+        with accelerator.main_process_first():
+            data = read_data(arguments)
+        tokenizer = prepare_tokenizer(arguments, accelerator, data["train"])
+        with accelerator.main_process_first():
+            examples, dropped = tokenise(arguments, tokenizer, data)
+    except ValueError as error:
+        raise SystemExit(f"train.py: {error}") from error
+    sizes = ", ".join(f"{len(examples[name])} {name} ({dropped[name]} too long)" for name in examples)
+    processes = f"{accelerator.num_processes} process(es) on {accelerator.device.type}"
     accelerator.print(
-        f"{arguments.task} on {accelerator.num_processes} x {accelerator.device.type} "
-        f"({accelerator.distributed_type.value}, {torch.get_num_threads()} threads, "
-        f"{accelerator.mixed_precision} mixed precision): "
-        + ", ".join(f"{len(examples[name])} {name} examples ({dropped[name]} too long)" for name in examples)
-        + f", {len(tokenizer)} tokens"
+        f"{arguments.task}, examples: {sizes}; {len(tokenizer)} tokens; {processes} "
+        f"({accelerator.distributed_type.value}), {torch.get_num_threads()} threads each, mixed precision "
+        f"{accelerator.mixed_precision}"
     )
     model, history = train(accelerator, arguments, tokenizer, data, examples)
     test = evaluate_run(
@@ -349,28 +403,18 @@ def main() -> None:
         len(data["test"]),
         arguments.num_beams,
     )
-    folder = Path(arguments.output_dir)
     state_dict = accelerator.get_state_dict(model)
     model = accelerator.unwrap_model(model)
-    model.save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=state_dict)
+    model.save_pretrained(
+        arguments.output_dir, is_main_process=accelerator.is_main_process, state_dict=state_dict
+    )
     if accelerator.is_main_process:
-        seconds = time.perf_counter() - began
-        metrics = {
-            "test": test,
-            "history": history,
-            "parameters": model.num_parameters(),
-            "processes": accelerator.num_processes,
-            "seconds": round(seconds, 1),
-            "command": " ".join(sys.argv),
-            "versions": {
-                "python": platform.python_version(),
-                **{module.__name__: module.__version__ for module in (torch, transformers, accelerate)},
-            },
-        }
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=2, ensure_ascii=False))
-        plot(history, folder / "training_curve.png")
-        print(f"test: {json.dumps(test, ensure_ascii=False)}")
-        print(f"{model.num_parameters():,} parameters, {seconds:.0f} s; saved in {folder.resolve()}")
+        seconds = round(time.perf_counter() - began)
+        metrics = {"test": test, "history": history, "seconds": seconds}
+        example = next(iter(data["test"][0].values()))[:60]
+        write_records(arguments, accelerator, model, metrics, example)
+        print(f"test: {describe(test)}")
+        print(f"{model.num_parameters():,} parameters, {seconds} s; saved in {arguments.output_dir}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -1,0 +1,248 @@
+"""Tests of the scripts as users run them: flags, messages, one and two processes, kill and resume."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(os.environ.get("HFTB_DATA", ROOT.parent / "shared" / "data"))
+# two gloo processes on a CPU, where `--cpu --num_processes 2` would start one
+TWO_PROCESSES = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+TINY = (
+    "--hidden_size 32 --num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 32 --batch_size 16 "
+    "--warmup_steps 5 --max_length 24 --eval_steps 8 --eval_pairs 4"
+)
+needs_shakespeare = pytest.mark.skipif(
+    not (DATA / "tinyshakespeare").is_dir(),
+    reason="runs where HFTB_DATA or ../shared/data holds tinyshakespeare",
+)
+
+
+def command(arguments: str, launch: str = "") -> list[str]:
+    """Returns an `accelerate launch` of scripts/train.py."""
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *launch.split()]
+    return [*accelerate, "scripts/train.py", *arguments.split()]
+
+
+def run(arguments: list[str], **env: str) -> subprocess.CompletedProcess:
+    """Runs a command in the project's folder and returns it, with all that it printed in stdout."""
+    return subprocess.run(
+        arguments,
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1500,
+    )
+
+
+def train(arguments: str, launch: str = "", **env: str) -> str:
+    """Runs a training that must succeed and returns what it printed."""
+    done = run(command(arguments, launch), **env)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> str:
+    """Two parallel files of 60 lines: numbers in words, and the words reversed."""
+    folder = tmp_path_factory.mktemp("pairs")
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    rows = [[words[int(digit)] for digit in str(37 * index + 100)] for index in range(60)]
+    (folder / "a.txt").write_text("\n".join(" ".join(row) for row in rows) + "\n")
+    (folder / "b.txt").write_text("\n".join(" ".join(row[::-1]) for row in rows) + "\n")
+    return f"--train_files {folder / 'a.txt'} {folder / 'b.txt'} --tokenizer word"
+
+
+@pytest.fixture(scope="module")
+def train_script():
+    """scripts/train.py as a module."""
+    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("script", "default"), [("train", "(default: bpe)"), ("evaluate", "(default: source)")]
+)
+def test_help_teaches_the_flags_with_their_defaults(script, default):
+    done = run([sys.executable, f"scripts/{script}.py", "--help"])
+    assert done.returncode == 0
+    assert f"scripts/{script}.py" in done.stdout
+    assert default in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--task translate --train_files x", "--task translate is unknown; did you mean 'translation'?"),
+        ("--preset modem", "--preset modem is unknown; did you mean 'modern'?"),
+        ("--batch_size 0", "--batch_size 0 must be at least 1"),
+        ("--batch_size many", "argument --batch_size"),
+        ("--config nowhere.yaml", "there is no recipe nowhere.yaml (the project's own: "),
+        ("--learning_rates 3", "--learning_rates is unknown; did you mean '--learning_rate'?"),
+        ("--config BAD", "unknown key 'learning_rat'; did you mean 'learning_rate'?"),
+    ],
+)
+def test_bad_flags_are_refused_by_name(train_script, arguments, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "bad.yaml").write_text("learning_rat: 3\n")
+    arguments = arguments.replace("BAD", str(tmp_path / "bad.yaml"))
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments.split()])
+    with pytest.raises(SystemExit):
+        train_script.parse_arguments("", train_script.RECIPES)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"hidden_size": 30}, "hidden_size=30 is not divisible by num_attention_heads=4"),
+        ({"config_overrides": "qk_nrom=true"}, "has no field 'qk_nrom'; did you mean 'qk_norm'?"),
+        ({"config_overrides": "qk_norm"}, "--config_overrides has 'qk_norm' where 'key=value' belongs"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(train_script, flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_script.build_config(train_script.Arguments(**flags))
+
+
+def test_the_command_line_overrides_the_recipe(train_script, tmp_path, monkeypatch):
+    (tmp_path / "x.yaml").write_text("learning_rate: 3.0e-3\nmax_steps: 7\ntrain_files: [a, b]\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(tmp_path / "x.yaml"), "--max-steps", "9"])
+    arguments = train_script.parse_arguments("", train_script.RECIPES)
+    assert (arguments.learning_rate, arguments.max_steps, arguments.train_files) == (3e-3, 9, ["a", "b"])
+    assert arguments.batch_size == train_script.Arguments().batch_size
+
+
+def test_a_missing_file_is_one_clear_line(tmp_path):
+    flags = f"--train_files {tmp_path / 'nowhere.txt'} --task causal-lm --output_dir {tmp_path / 'out'}"
+    done = run([sys.executable, "scripts/train.py", *flags.split()])
+    assert done.returncode != 0
+    assert f"train.py: there is no file {tmp_path / 'nowhere.txt'}" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_recipes_hold_only_flags():
+    yaml = pytest.importorskip("yaml", reason='runs after pip install "hf_transformer_block[train]"')
+    from hf_transformer_block.arguments import Arguments
+
+    recipes = sorted((ROOT / "scripts" / "recipes").glob("*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        assert set(yaml.safe_load(recipe.read_text())) <= set(Arguments.__dataclass_fields__), recipe
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_and_save_one_folder(pairs, tmp_path):
+    flags = f"{pairs} {TINY} --max_steps 24 --dropout 0"
+    one = train(f"{flags} --output_dir {tmp_path / 'one'}")
+    two = train(f"{flags} --output_dir {tmp_path / 'two'}", TWO_PROCESSES)
+    assert "1 process(es) on cpu (NO)" in one
+    assert "2 process(es) on cpu (MULTI_CPU)" in two
+    metrics = [json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two")]
+    assert [m["processes"] for m in metrics] == [1, 2]
+    assert len(metrics[0]["history"]) == 3
+    for before, after in zip(metrics[0]["history"], metrics[1]["history"], strict=True):
+        for loss in ("train_loss", "loss"):
+            assert after[loss] == pytest.approx(before[loss], abs=2e-4)
+    assert {f.name for f in (tmp_path / "one").iterdir()} == {f.name for f in (tmp_path / "two").iterdir()}
+    assert two.count("saved in") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["", TWO_PROCESSES], ids=["one process", "two processes"])
+def test_a_killed_run_resumes_to_the_same_weights(pairs, tmp_path, launch):
+    flags = f"{pairs} {TINY} --max_steps 40 --dropout 0.2 --save_steps 8 --output_dir"
+    train(f"{flags} {tmp_path / 'whole'}", launch)
+
+    folder = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(f"{flags} {folder}", launch),
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while not list(folder.glob("checkpoints/step-*[0-9]")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (folder / "model.safetensors").exists()
+
+    again = run(command(f"{flags} {folder}", launch))
+    assert f"{folder} holds a run: --resume continues it, --overwrite deletes it" in again.stdout
+    other = run(command(f"{flags} {folder} --resume --learning_rate 5", launch))
+    assert "--resume needs the run's --learning_rate 0.001, not 5.0" in other.stdout
+    assert "continuing from" in train(f"{flags} {folder} --resume", launch)
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_the_main_job_reads_dates_it_never_saw(tmp_path):
+    folder = tmp_path / "dates"
+    train(f"--output_dir {folder}")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["test"]["exact_match"] >= 99
+    done = run([sys.executable, "scripts/evaluate.py", str(folder)])
+    assert f'"exact_match": {metrics["test"]["exact_match"]}' in done.stdout
+
+    code = """
+import importlib.util, sys
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+assert importlib.util.find_spec("hf_transformer_block") is None
+model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+inputs = tokenizer(sys.argv[2:], padding=True, return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True))
+"""
+    typed = ["March 5, 2024", "5. März 2024", "2024年3月5日"]
+    alone = [
+        sys.executable,
+        "-c",
+        "import sys\nsys.meta_path = [f for f in sys.meta_path if '__editable__' not in "
+        f"getattr(f, '__module__', '') and 'hf_transformer_block' not in repr(f)]\n{code}",
+    ]
+    done = subprocess.run(
+        [*alone, str(folder), *typed], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert "['2024-03-05', '2024-03-05', '2024-03-05']" in done.stdout, done.stderr[-2000:]
+
+    card = (folder / "README.md").read_text()
+    snippet = (
+        re.search("```python\n(.*?)```", card, re.DOTALL).group(1).replace("path/to/this/folder", str(folder))
+    )
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d\n", done.stdout), done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@needs_shakespeare
+def test_the_shakespeare_recipe_beats_the_published_loss(tmp_path):
+    folder = tmp_path / "shakespeare"
+    train(f"--config scripts/recipes/shakespeare-char.yaml --output_dir {folder}", HFTB_DATA=str(DATA))
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["test"]["tokens"] == 111_540  # the whole validation text
+    assert metrics["test"]["loss"] <= 1.80  # nats per character; nanoGPT publishes 1.88
+    text = tmp_path / "text.txt"
+    text.write_text("ROMEO:\nIs the day so young?\n")
+    done = run([sys.executable, "scripts/evaluate.py", str(folder), "--files", str(text)])
+    assert '"bits_per_byte"' in done.stdout
