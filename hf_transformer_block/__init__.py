@@ -1,4 +1,4 @@
-"""The Transformer block as a Hugging Face model family: encoder, decoder and encoder-decoder, with their heads."""
+"""The Transformer block as a Hugging Face model family: encoder, decoder, encoder-decoder and heads."""
 
 from transformers import (
     AutoConfig,

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_transformer_block authors. Licensed under the Apache License, Version 2.0.
 """The configuration of the TransformerBlock family; it travels with every checkpoint."""
 
+import copy
 import difflib
 import re
 from dataclasses import fields
@@ -31,9 +32,9 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
     """
     Describes an encoder, a decoder or an encoder-decoder made of one Transformer block.
 
-    The default values are the encoder-decoder of "Attention Is All You Need" (arXiv 1706.03762) at a small size.
-    The tutorial's words `embed_size`, `heads`, `num_layers` and `forward_expansion` (the width of the MLP as a
-    multiple of `hidden_size`) are understood as well.
+    The default values are the encoder-decoder of "Attention Is All You Need" (arXiv 1706.03762), at a small
+    size. The tutorial's words `embed_size`, `heads`, `num_layers` and `forward_expansion` (the MLP's width
+    as a multiple of `hidden_size`) are understood as well.
 
     Args:
         architecture: "encoder", "decoder" or "encoder-decoder".
@@ -42,40 +43,41 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         num_hidden_layers: number of blocks (of the encoder, in an encoder-decoder).
         num_decoder_layers: number of decoder blocks in an encoder-decoder; None: `num_hidden_layers`.
         num_attention_heads: number of query heads.
-        num_key_value_heads: number of key and value heads (grouped-query attention, arXiv 2305.13245); None: as queries.
+        num_key_value_heads: number of key and value heads (arXiv 2305.13245); None: as many as query heads.
         head_dim: width of one head; None: `hidden_size / num_attention_heads`.
         intermediate_size: width inside the MLP; None: `4 * hidden_size`.
         hidden_act: a name in `transformers.activations.ACT2FN`.
         gated_mlp: `down(act(gate(x)) * up(x))` (arXiv 2002.05202) instead of `down(act(up(x)))`.
         norm_type: "layer_norm" or "rms_norm" (arXiv 1910.07467).
-        block_style: "post_norm" (the paper), "pre_norm" (arXiv 2002.04745; with a final norm) or "tutorial" (one
-            projection shared by all heads, scores divided by sqrt(hidden_size), dropout after the norm).
+        block_style: "post_norm" (the paper), "pre_norm" (arXiv 2002.04745; with a final norm) or "tutorial"
+            (one projection shared by all heads, scores divided by sqrt(hidden_size), dropout after the norm).
         position_embedding: "sinusoidal", "learned", "rotary" (arXiv 2104.09864) or "none".
-        rope_parameters: `rope_theta`, `rope_type` and its scaling values, as in transformers; for "rotary" only.
+        rope_parameters: `rope_theta`, `rope_type` and its scaling, as in transformers; for "rotary" only.
         max_position_embeddings: longest sequence of "sinusoidal" and "learned" positions, in tokens.
         scale_embeddings: multiply token embeddings by sqrt(hidden_size).
         qk_norm: normalise every query and key head (arXiv 2302.05442) with the norm of `norm_type`.
-        attention_bias: biases in the four attention projections ("tutorial": always in the output projection only).
+        attention_bias: biases in the four attention projections ("tutorial": only in the output projection).
         mlp_bias: biases in the MLP.
         dropout: on embeddings and on each residual branch, in training.
         attention_dropout: on attention probabilities, in training.
         norm_eps: added to the variance inside a norm.
-        initializer_range: standard deviation of initial weights; in "pre_norm" the projections that write to the
-            residual stream get it divided by sqrt(2 * number of blocks), as GPT-2 does.
+        initializer_range: standard deviation of initial weights; in "pre_norm" the projections that write to
+            the residual stream get it divided by sqrt(2 * number of blocks), as GPT-2 does.
         tie_word_embeddings: one table for encoder input, decoder input and output projection.
         use_cache: let decoders return their keys and values.
         pad_token_id, bos_token_id, eos_token_id: ids inside the vocabulary, or None.
         decoder_start_token_id: first decoder input of an encoder-decoder; None: `bos_token_id`.
         classifier_dropout: before the classifier of the classification heads; None: `dropout`.
-        classifier_pooling: what sequence classification reads: "mean" or "cls" (first token) of an encoder, "last"
-            of a decoder; None: "mean" and "last".
+        classifier_pooling: what sequence classification reads: "mean" or "cls" (first token) of an encoder,
+            "last" of a decoder; None: "mean" and "last".
         format_version: version of the checkpoint format; a newer one than this code knows is refused.
 
     Raises:
-        ValueError: a field has a value that cannot work; the message names it and the remedy.
+        ValueError, or huggingface_hub's StrictDataclassError around it: a field has a value that cannot work;
+            the message names it and the remedy.
 
     Example:
-        >>> TransformerBlockConfig.modern(architecture="decoder", vocab_size=1000, hidden_size=64).num_attention_heads
+        >>> TransformerBlockConfig.modern(architecture="decoder", hidden_size=64).head_dim
         8
     """
 
@@ -123,28 +125,28 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
 
     @classmethod
     def vaswani(cls, **kwargs) -> "TransformerBlockConfig":
-        """Returns the paper's block: post-norm, LayerNorm, sinusoidal positions, ReLU (the default values)."""
+        """Returns the paper's block, the default: post-norm, LayerNorm, sinusoidal positions, ReLU."""
         return cls(**kwargs)
 
     @classmethod
     def modern(cls, **kwargs) -> "TransformerBlockConfig":
-        """Returns today's usual block: pre-norm, RMSNorm, rotary positions, gated SiLU, no biases, no dropout."""
-        values = dict(
-            block_style="pre_norm",
-            norm_type="rms_norm",
-            position_embedding="rotary",
-            hidden_act="silu",
-            gated_mlp=True,
-            scale_embeddings=False,
-            attention_bias=False,
-            mlp_bias=False,
-            dropout=0.0,
-        )
+        """Returns today's block: pre-norm, RMSNorm, rotary positions, gated SiLU, no biases, no dropout."""
+        values = {
+            "block_style": "pre_norm",
+            "norm_type": "rms_norm",
+            "position_embedding": "rotary",
+            "hidden_act": "silu",
+            "gated_mlp": True,
+            "scale_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "dropout": 0.0,
+        }
         return cls(**{**values, **kwargs})
 
     @classmethod
     def tutorial(cls, **kwargs) -> "TransformerBlockConfig":
-        """Returns an encoder of the tutorial's block, with the positions that the tutorial says are missing."""
+        """Returns an encoder of the tutorial's block, with the positions which the tutorial leaves out."""
         return cls(
             **{"architecture": "encoder", "block_style": "tutorial", "scale_embeddings": False, **kwargs}
         )
@@ -157,6 +159,10 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         self._refuse_misspelt(kwargs)
         self._check_before_deriving()
         if forward_expansion is not None:
+            if not isinstance(forward_expansion, int):
+                raise ValueError(
+                    f"forward_expansion={forward_expansion!r} must be a whole number; give intermediate_size"
+                )
             self.intermediate_size = forward_expansion * self.hidden_size
         self._derive()
         if self.rope_parameters and self.position_embedding != "rotary":
@@ -164,16 +170,18 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
                 f"rope_parameters={self.rope_parameters} needs position_embedding='rotary', not "
                 f"{self.position_embedding!r}; set it or leave rope_parameters out"
             )
-        kwargs.pop("auto_map", None)  # a map that was loaded may point to another repository
+        loaded_map = kwargs.pop("auto_map", None) or {}
         super().__post_init__(**kwargs)
         if self.position_embedding != "rotary":
             self.rope_parameters = None
-        self.auto_map = self._auto_map()
+        self.auto_map = self._auto_map() | self._users_classes(loaded_map)
         self.base_model_tp_plan = self._tp_plan()
 
     def _refuse_misspelt(self, kwargs: dict) -> None:
-        """Raises for an unknown key that nearly spells a field; any other key is kept, for tools write their own."""
-        known = [*(field.name for field in fields(self)), *self.attribute_map, "forward_expansion"]
+        """Raises for a key that nearly spells a field; any other one is kept, for tools write their own."""
+        derived = {"is_encoder_decoder"}  # nobody gives it, and tools write the similar tie_encoder_decoder
+        names = {field.name for field in fields(self)} - derived
+        known = [*names, *self.attribute_map, "forward_expansion"]
         for key in kwargs:
             if hasattr(type(self), key) or key.endswith("_token_id"):
                 continue
@@ -199,13 +207,14 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
                 raise ValueError(f"{field}={value} must be at least 1")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}; "
-                f"change one of them or give head_dim"
+                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads="
+                f"{self.num_attention_heads}; change one of them or give head_dim"
             )
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
-                f"this checkpoint has format_version={self.format_version} but the code knows up to {FORMAT_VERSION}: "
-                f"pip install --upgrade hf_transformer_block, or load it with the code stored beside the weights"
+                f"this checkpoint has format_version={self.format_version} but the code knows up to "
+                f"{FORMAT_VERSION}: pip install --upgrade hf_transformer_block, or load it with the code "
+                f"stored beside the weights"
             )
 
     def _derive(self) -> None:
@@ -244,6 +253,16 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
             **{auto: f"modeling_hf_transformer_block.{name}" for auto, name in models.items()},
         }
 
+    @staticmethod
+    def _users_classes(auto_map: dict) -> dict[str, str]:
+        """Returns a loaded map's entries for files of a user's own, but none of another repository ("--")."""
+        ours = ("configuration_hf_transformer_block.", "modeling_hf_transformer_block.")
+        return {
+            auto: name
+            for auto, name in auto_map.items()
+            if isinstance(name, str) and "--" not in name and not name.startswith(ours)
+        }
+
     def _tp_plan(self) -> dict[str, str] | None:
         """Returns the tensor-parallel plan of one stack; a projection shared by all heads cannot be split."""
         if self.block_style == "tutorial":
@@ -259,10 +278,11 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         return plan
 
     def get_text_config(self, decoder=None, encoder=None) -> "TransformerBlockConfig":
-        """Returns this configuration; for the decoder of an encoder-decoder, a copy with the decoder's depth."""
-        config = super().get_text_config(decoder=decoder, encoder=encoder)
-        if self.is_encoder_decoder and decoder and not encoder:
-            config.num_hidden_layers = self.num_decoder_layers
+        """Returns this configuration; for the decoder of an encoder-decoder, a copy with its depth."""
+        if not self.is_encoder_decoder or not decoder or encoder:
+            return super().get_text_config(decoder=decoder, encoder=encoder)
+        config = copy.deepcopy(self)  # the base class would rename decoder_start_token_id
+        config.num_hidden_layers = self.num_decoder_layers
         return config
 
     def validate_sizes(self) -> None:
@@ -273,9 +293,10 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         for field in ("dropout", "attention_dropout", "classifier_dropout"):
             if (value := getattr(self, field)) is not None and not 0 <= value < 1:
                 raise ValueError(f"{field}={value} must be at least 0 and below 1")
-        for field in ("norm_eps", "initializer_range"):
-            if (value := getattr(self, field)) < 0:
-                raise ValueError(f"{field}={value} must not be negative")
+        if self.norm_eps < 0:
+            raise ValueError(f"norm_eps={self.norm_eps} must not be negative")
+        if self.initializer_range <= 0:
+            raise ValueError(f"initializer_range={self.initializer_range} must be above 0")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not divisible by num_key_value_heads="
@@ -295,20 +316,32 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
         if self.position_embedding == "sinusoidal" and self.hidden_size % 2:
             raise ValueError(f"sinusoidal positions need an even hidden_size, not {self.hidden_size}")
-        if self.block_style == "tutorial":
-            if self.num_key_value_heads != self.num_attention_heads:
+        if self.block_style == "tutorial" and self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"block_style='tutorial' shares one projection among all heads, so num_key_value_heads="
+                f"{self.num_key_value_heads} must equal num_attention_heads={self.num_attention_heads}"
+            )
+        if self.block_style == "tutorial" and self.num_attention_heads * self.head_dim != self.hidden_size:
+            raise ValueError(
+                f"block_style='tutorial' splits its input into heads, so num_attention_heads="
+                f"{self.num_attention_heads} times head_dim={self.head_dim} must be hidden_size="
+                f"{self.hidden_size}"
+            )
+        # the library's caches would obey these keys, and the masks would not
+        for field in ("sliding_window", "attention_chunk_size", "layer_types"):
+            value = getattr(self, field, None)
+            if value is not None and set(value if field == "layer_types" else [value]) != {"full_attention"}:
                 raise ValueError(
-                    f"block_style='tutorial' shares one projection among all heads, so num_key_value_heads="
-                    f"{self.num_key_value_heads} must equal num_attention_heads={self.num_attention_heads}"
+                    f"{field}={value} is not supported: every layer sees the whole past; leave it out"
                 )
         if self.classifier_pooling not in POOLING[self.architecture]:
             raise ValueError(
-                f"classifier_pooling={self.classifier_pooling!r} does not fit architecture={self.architecture!r} "
-                f"(known: {', '.join(map(str, POOLING[self.architecture]))})"
+                f"classifier_pooling={self.classifier_pooling!r} does not fit architecture="
+                f"{self.architecture!r} (known: {', '.join(map(str, POOLING[self.architecture]))})"
             )
 
     def validate_token_ids(self) -> None:
-        """Raises for a special token outside the vocabulary, and for an encoder-decoder that has no first token."""
+        """Raises for a special token outside the vocabulary, and for a target without a first token."""
         for field in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
             value = getattr(self, field)
             for token_id in value if isinstance(value, list) else [value]:
@@ -319,12 +352,12 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
                     )
         if self.is_encoder_decoder and self.decoder_start_token_id is None:
             raise ValueError(
-                "an encoder-decoder needs decoder_start_token_id, the first input of its decoder in training and "
-                "generation; give it, or bos_token_id"
+                "an encoder-decoder needs decoder_start_token_id, the first input of its decoder in training "
+                "and generation; give it, or bos_token_id"
             )
 
     def validate_rope(self) -> None:
-        """Raises for an unknown kind of rotary scaling; transformers then checks the values of the known ones."""
+        """Raises for an unknown kind of rotary scaling; transformers checks the values of the known ones."""
         known = ["default", *transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS]
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type not in known:

@@ -2,7 +2,7 @@
 """
 The Transformer block and the models made of it: encoder, decoder, encoder-decoder and their heads.
 
-Letters in shapes: B batch, L target length, S source length, D hidden size, H heads, K head dimension, V vocabulary.
+Letters in shapes: B batch, L target length, S source length, D hidden, H heads, K head size, V vocabulary.
 """
 
 import copy
@@ -42,8 +42,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_hf_transformer_block import TransformerBlockConfig
 
 
-# transformers 5.23 renamed `past_key_values` to `cache`, in arguments and in outputs. Here it is always `cache`; CACHE is
-# the installed library's name, for its functions and outputs, and a forward so decorated takes either name.
+# After 5.19 transformers renamed `past_key_values` to `cache`, in arguments and in outputs. Here it is always
+# `cache`; CACHE is the installed library's name, for its functions and outputs, and a forward so decorated
+# takes either name.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
@@ -61,11 +62,21 @@ def takes_either_cache_name(forward: Callable) -> Callable:
     return renaming
 
 
+def update_cache(
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, layer_idx: int, kwargs: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stores keys and values (B, H, L, K), returns all of them; `kwargs` go to the attention function."""
+    if CACHE != "cache" and not hasattr(cache, "get_seq_length"):
+        kwargs["cache"] = cache  # before the renaming, attention functions filled a paged cache themselves
+        return key, value
+    return cache.update(key, value, layer_idx, kwargs=kwargs)
+
+
 def sinusoidal_positions(position_ids: torch.Tensor, hidden_size: int) -> torch.Tensor:
     """
-    Returns sin(p / 10000^(2i/D)) for i < D/2, then the cosines of the same angles: (B, L) -> (B, L, D), float32.
+    Returns sin(p / 10000^(2i/D)) for i < D/2, then the cosines of the same: (B, L) -> (B, L, D), float32.
 
-    Source: "Attention Is All You Need", section 3.5; the halves stand side by side, as in the paper's own code.
+    Source: "Attention Is All You Need", section 3.5; the halves stand side by side, as in its authors' code.
     """
     exponents = torch.arange(0, hidden_size, 2, device=position_ids.device, dtype=torch.float32) / hidden_size
     angles = position_ids[..., None].float() * 10000.0**-exponents  # (B, L) -> (B, L, D/2)
@@ -74,10 +85,10 @@ def sinusoidal_positions(position_ids: torch.Tensor, hidden_size: int) -> torch.
 
 class TransformerBlockRotaryEmbedding(nn.Module):
     """
-    Returns the cosines and sines that rotate queries and keys, each (B, L, K), in the dtype of `hidden_states`.
+    Returns the cosines and sines that rotate queries and keys, (B, L, K) each, in `hidden_states`' dtype.
 
-    Source: RoFormer, arXiv 2104.09864; scaling variants: `transformers.modeling_rope_utils`. The class and buffer
-    names are those by which transformers refills the buffers after loading.
+    Source: RoFormer, arXiv 2104.09864; scaling variants: `transformers.modeling_rope_utils`. The class and
+    buffer names are those by which transformers refills the buffers after loading.
     """
 
     def __init__(self, config: TransformerBlockConfig):
@@ -95,7 +106,7 @@ class TransformerBlockRotaryEmbedding(nn.Module):
     def compute_default_rope_parameters(
         config: TransformerBlockConfig, **kwargs
     ) -> tuple[torch.Tensor, float]:
-        """Returns theta^(-2i/R) for i < R/2, where R <= K features of a head are rotated, and the factor 1."""
+        """Returns theta^(-2i/R) for i < R/2, where R <= K features of a head are rotated, and factor 1."""
         rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
@@ -111,7 +122,7 @@ class TransformerBlockRotaryEmbedding(nn.Module):
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R features of every head, feature i together with i + R/2: (B, H, L, K) -> (B, H, L, K)."""
+    """Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, L, R) -> (B, 1, L, R)
     rotated, kept = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = rotated.chunk(2, dim=-1)
@@ -138,8 +149,8 @@ def eager_attention_forward(
     """
     Returns softmax(Q K^T * scaling + mask) V as (B, L, H, K) and the probabilities as (B, H, L, S).
 
-    `key` and `value` may have fewer heads than `query`; each serves a group of query heads. The mask is boolean
-    (True: may see) or added to the scores. A row that may see nothing yields zeros, as SDPA does.
+    `key` and `value` may have fewer heads than `query`; each serves a group of query heads. The mask is
+    boolean (True: may see) or added to the scores. A row that may see nothing yields zeros, as SDPA does.
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -159,11 +170,11 @@ def eager_attention_forward(
 
 class TransformerBlockAttention(nn.Module):
     """
-    Multi-head attention, "Attention Is All You Need" section 3.2: softmax(Q K^T / sqrt(K)) V, heads side by side.
+    Multi-head attention, "Attention Is All You Need" section 3.2: softmax(Q K^T / sqrt(K)) V in every head.
 
     Queries come from `hidden_states` (B, L, D); keys and values from `key_value_states` (B, S, D), or from
-    `hidden_states` in self-attention. In the tutorial's style all heads share one (K, K) projection and the scores are
-    divided by sqrt(D).
+    `hidden_states` in self-attention. In the tutorial's style all heads share one (K, K) projection and the
+    scores are divided by sqrt(D).
     """
 
     def __init__(self, config: TransformerBlockConfig, layer_idx: int, is_causal: bool = False):
@@ -210,9 +221,8 @@ class TransformerBlockAttention(nn.Module):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         is_cross_attention = key_value_states is not None
-        query = self.q_norm(self.heads(self.q_proj, hidden_states)).transpose(
-            1, 2
-        )  # (B, L, H, K) -> (B, H, L, K)
+        # (B, L, H, K) -> (B, H, L, K)
+        query = self.q_norm(self.heads(self.q_proj, hidden_states)).transpose(1, 2)
         if isinstance(cache, EncoderDecoderCache):
             is_cached = is_cross_attention and cache.is_updated.get(self.layer_idx, False)
             if is_cross_attention:
@@ -229,7 +239,7 @@ class TransformerBlockAttention(nn.Module):
         if position_embeddings is not None:
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if cache is not None and not is_cached:
-            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
+            key, value = update_cache(cache, key, value, self.layer_idx, kwargs)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             "eager" if output_attentions else self.config._attn_implementation, eager_attention_forward
@@ -268,7 +278,7 @@ class TransformerBlockMLP(nn.Module):
 
 class TransformerBlock(GradientCheckpointingLayer):
     """
-    Self-attention, cross-attention (in the decoder of an encoder-decoder) and MLP, each with residual and norm.
+    Self-attention, cross-attention (decoder of an encoder-decoder) and MLP, each with residual and norm.
 
     "post_norm": x = norm(x + dropout(f(x))); "pre_norm": x = x + dropout(f(norm(x)));
     "tutorial": x = dropout(norm(f(x) + x)).
@@ -286,6 +296,11 @@ class TransformerBlock(GradientCheckpointingLayer):
         self.mlp = TransformerBlockMLP(config)
         self.mlp_norm = build_norm(config, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
+        if config.block_style == "pre_norm":
+            depth = config.num_decoder_layers if self.has_cross_attention else config.num_hidden_layers
+            attentions = [self.self_attn, self.cross_attn] if self.has_cross_attention else [self.self_attn]
+            for projection in (*(attention.o_proj for attention in attentions), self.mlp.down_proj):
+                projection.initial_scale = (2 * depth) ** -0.5  # read by _init_weights
 
     def read(self, norm: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns what a sub-layer reads from the residual stream."""
@@ -353,17 +368,24 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws weights from N(0, initializer_range^2), biases 0, norms 1; see `initializer_range` for pre-norm."""
+        """Draws weights from N(0, initializer_range^2), biases 0, norms 1; see there for pre-norm."""
         super()._init_weights(module)
-        if isinstance(module, TransformerBlock) and self.config.block_style == "pre_norm":
-            depth = self.config.num_hidden_layers
-            if module.has_cross_attention:
-                depth = self.config.num_decoder_layers
-                init.normal_(
-                    module.cross_attn.o_proj.weight, std=self.config.initializer_range / math.sqrt(2 * depth)
-                )
-            for projection in (module.self_attn.o_proj, module.mlp.down_proj):
-                init.normal_(projection.weight, std=self.config.initializer_range / math.sqrt(2 * depth))
+        # the library visits only modules with parameters of their own, so a block cannot do it for its parts
+        if hasattr(module, "initial_scale"):
+            init.normal_(module.weight, std=self.config.initializer_range * module.initial_scale)
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """Resizes every table of the vocabulary; the library's method leaves an untied decoder's as it is."""
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        decoder = getattr(self.base_model, "decoder", None)
+        if decoder is not None and not self.config.tie_word_embeddings:
+            decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        return embeddings
 
 
 def check_inputs(
@@ -374,9 +396,9 @@ def check_inputs(
     past_length: int | torch.Tensor,
 ) -> None:
     """
-    Raises ValueError, with the numbers, for ids outside the vocabulary and masks of a wrong shape.
+    Raises ValueError, with the numbers, for ids outside the vocabulary and masks of a wrong shape or dtype.
 
-    Values are read on the CPU only, where that costs microseconds; on an accelerator it would stall the queue.
+    Values are read on the CPU only, where it costs microseconds; on an accelerator it would stall the queue.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(
@@ -387,21 +409,26 @@ def check_inputs(
         lowest, highest = (int(bound) for bound in torch.aminmax(input_ids))
         if lowest < 0 or highest >= config.vocab_size:
             raise ValueError(
-                f"token id {lowest if lowest < 0 else highest} is outside the vocabulary (0 to {config.vocab_size - 1}); "
-                f"use the tokenizer saved with the model, or model.resize_token_embeddings"
+                f"token id {lowest if lowest < 0 else highest} is outside the vocabulary (0 to "
+                f"{config.vocab_size - 1}); use the tokenizer saved with the model, or "
+                f"model.resize_token_embeddings"
             )
     if not isinstance(attention_mask, torch.Tensor):
         return
     shape = tuple(attention_mask.shape)
     if attention_mask.ndim == 4 and shape[0] in (1, batch) and shape[2] == length:
+        if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise ValueError(
+                f"a 4-dimensional attention_mask of {attention_mask.dtype} is ambiguous; give a boolean one "
+                f"(True: may see) or a floating one that is added to the scores"
+            )
         return
-    is_static = isinstance(
-        past_length, torch.Tensor
-    )  # reading the length of a static cache would break its graph
+    # reading the length of a static cache would break its graph
+    is_static = isinstance(past_length, torch.Tensor)
     if attention_mask.ndim != 2 or shape[0] != batch or not (is_static or shape[1] == past_length + length):
         raise ValueError(
-            f"attention_mask has shape {shape}; give (batch, cached + new tokens) = ({batch}, {past_length} + {length}) "
-            f"with 1 for real tokens, or (batch, 1 or heads, {length}, source length)"
+            f"attention_mask has shape {shape}; give (batch, cached + new tokens) = ({batch}, {past_length} "
+            f"+ {length}) with 1 for real tokens, or (batch, 1 or heads, {length}, source length)"
         )
 
 
@@ -414,7 +441,7 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
     """
     Embeddings, positions, blocks and final norm: an encoder or a decoder.
 
-    As a decoder it sees the past only, keeps a cache, and in an encoder-decoder attends to `encoder_hidden_states`.
+    As a decoder it sees the past only and keeps a cache; in an encoder-decoder it reads the source as well.
     """
 
     _can_record_outputs = {
@@ -450,7 +477,7 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         past_length: int | torch.Tensor,
         device: torch.device,
     ) -> torch.Tensor:
-        """Returns the positions of `length` new tokens, padding not counted: (B, L), or (1, L) without padding."""
+        """Returns the positions of `length` new tokens: (B, L), padding not counted; (1, L) without any."""
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             positions = attention_mask.to(device, torch.long).cumsum(dim=-1) - 1
             if isinstance(past_length, int):
@@ -459,18 +486,18 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         return (torch.arange(length, device=device) + past_length).unsqueeze(0)
 
     def add_positions(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Adds sinusoidal or learned positions, (B, L) -> (B, L, D); raises ValueError beyond the last one."""
+        """Adds sinusoidal or learned positions (B, L) -> (B, L, D); raises ValueError beyond the last."""
         limit = self.config.max_position_embeddings
         if position_ids.numel() and reads_values(position_ids) and (last := int(position_ids.max())) >= limit:
             raise ValueError(
-                f"position {last} is beyond max_position_embeddings={limit} of {self.config.position_embedding!r} "
-                f"positions: shorten the input to {limit} tokens, or train with a larger max_position_embeddings"
+                f"position {last} is beyond max_position_embeddings={limit} of "
+                f"{self.config.position_embedding!r} positions: shorten the input to {limit} tokens, or "
+                f"train with a larger max_position_embeddings"
             )
         if self.config.position_embedding == "learned":
             return hidden_states + self.embed_positions(position_ids)
-        return hidden_states + sinusoidal_positions(position_ids, self.config.hidden_size).to(
-            hidden_states.dtype
-        )
+        positions = sinusoidal_positions(position_ids, self.config.hidden_size)
+        return hidden_states + positions.to(hidden_states.dtype)
 
     @takes_either_cache_name
     @merge_with_config_defaults
@@ -499,7 +526,7 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         if self.config.scale_embeddings:
             hidden_states = hidden_states * math.sqrt(self.config.hidden_size)
 
-        # the library looks for packed sequences in the positions that a caller gives, so ours stay out of the mask
+        # the library looks for packed sequences in a caller's positions, so ours stay out of the mask
         config = self.config
         if output_attentions and config._attn_implementation != "eager":
             config = copy.copy(config)
@@ -530,8 +557,8 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
-                attention_mask=mask,
-                encoder_hidden_states=encoder_hidden_states,
+                mask,
+                encoder_hidden_states,  # by position: reentrant checkpointing loses gradients of keywords
                 encoder_attention_mask=cross_mask,
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
@@ -547,11 +574,12 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         """Returns the cache to fill: none for an encoder, the caller's, or a new one."""
         if not self.is_decoder or (cache is None and not use_cache):
             return None
+        fits = isinstance(cache, EncoderDecoderCache) or not self.config.is_encoder_decoder
+        if cache is not None and fits:
+            return cache
         config = self.config.get_text_config(decoder=True)
         cache = DynamicCache(config=config) if cache is None else cache
-        if self.config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
-            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-        return cache
+        return EncoderDecoderCache(cache, DynamicCache(config=config)) if config.is_encoder_decoder else cache
 
 
 class TransformerBlockModel(TransformerBlockStack):
@@ -601,12 +629,12 @@ class TransformerBlockModel(TransformerBlockStack):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions | Seq2SeqModelOutput:
-        source = dict(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
+        source = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
         if not self.config.is_encoder_decoder:
             if (
                 decoder_input_ids is not None
@@ -614,15 +642,15 @@ class TransformerBlockModel(TransformerBlockStack):
                 or encoder_outputs is not None
             ):
                 raise ValueError(
-                    f"architecture={self.config.architecture!r} has one stack and takes input_ids only; decoder inputs "
-                    f"and encoder outputs need architecture='encoder-decoder'"
+                    f"architecture={self.config.architecture!r} has one stack and takes input_ids only; "
+                    f"decoder inputs and encoder outputs need architecture='encoder-decoder'"
                 )
             return super().forward(
                 **source, use_cache=use_cache, return_dict=True, **{CACHE: cache}, **kwargs
             )
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError(
-                "an encoder-decoder needs decoder_input_ids or decoder_inputs_embeds (or, with its head, labels)"
+                "an encoder-decoder needs decoder_input_ids or decoder_inputs_embeds (its head: or labels)"
             )
         if encoder_outputs is None:
             encoder_outputs = self.encoder(**source, return_dict=True, **kwargs)
@@ -631,8 +659,8 @@ class TransformerBlockModel(TransformerBlockStack):
         encoded = encoder_outputs.last_hidden_state
         if attention_mask is not None and attention_mask.shape != encoded.shape[:2]:
             raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)} but the source of an encoder-decoder is "
-                f"(batch, length) = {tuple(encoded.shape[:2])}"
+                f"attention_mask has shape {tuple(attention_mask.shape)} but the source of an "
+                f"encoder-decoder is (batch, length) = {tuple(encoded.shape[:2])}"
             )
         outputs = self.decoder(
             input_ids=decoder_input_ids,
@@ -664,11 +692,11 @@ def cross_entropy(
     label_smoothing: float,
 ) -> torch.Tensor:
     """
-    Returns the sum of the cross-entropies (nats, in float32) of logits (..., V), divided by the number of labels.
+    Returns the sum of the cross-entropies (nats, float32) of logits (..., V) over the number of labels.
 
-    Labels of -100 are ignored. `num_items_in_batch` is the number of labels of a batch that is spread over several
-    calls or processes; None: of this call. Without any label the loss and its gradients are 0. Label smoothing as in
-    arXiv 1512.00567.
+    Labels of -100 are ignored. `num_items_in_batch` is the number of labels of a batch that is spread over
+    several calls or processes; None: of this call. Without any label the loss and its gradients are 0. Label
+    smoothing as in arXiv 1512.00567.
     """
     labels = labels.to(logits.device).flatten()
     total = F.cross_entropy(
@@ -682,17 +710,16 @@ def cross_entropy(
 
 
 def count_labels(labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor | int:
-    """Returns what a summed loss is divided by: the caller's count, or that of the labels which are not -100."""
-    if num_items_in_batch is None:
-        return (labels != -100).sum().clamp(min=1)
-    if isinstance(num_items_in_batch, torch.Tensor):
-        return num_items_in_batch.to(labels.device)
-    return num_items_in_batch
+    """Returns what a summed loss is divided by: the caller's count, or that of labels which are not -100."""
+    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    if isinstance(count, torch.Tensor):
+        count = count.to(labels.device)
+    return count + (count == 0)  # the sum over no label is 0 already
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
-    Output projection and summed cross-entropy in one, a chunk of tokens at a time, so that logits (N, V) never exist.
+    Output projection and summed cross-entropy in one, chunk by chunk, so that logits (N, V) never exist.
 
     The gradients are made chunk by chunk in the forward pass, where each chunk's probabilities are at hand.
     """
@@ -707,9 +734,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden_states) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         total = hidden_states.new_zeros((), dtype=torch.float32)
-        size = max(
-            256, 2**22 // vocab_size
-        )  # 16 MiB of float32 logits, or 256 rows, which keep products efficient
+        # 16 MiB of float32 logits, or 256 rows, which keep products efficient
+        size = max(256, 2**22 // vocab_size)
         for start in range(0, labels.shape[0], size):
             rows = slice(start, start + size)
             hidden, target = hidden_states[rows], labels[rows].unsqueeze(1)
@@ -745,7 +771,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class TransformerBlockLMMixin:
-    """The output projection of the language-model heads: logits when somebody needs them, else only the loss."""
+    """The output projection of the language-model heads: logits when they are needed, else only the loss."""
 
     def project(
         self,
@@ -759,8 +785,8 @@ class TransformerBlockLMMixin:
         """
         Returns the loss (None without labels) and the logits (B, L, V) of the positions to keep.
 
-        In training with labels the logits are None, and never made, unless `logits_to_keep` asks for them (0: all).
-        `labels` (B, L) stand where they are predicted: a causal head has shifted them.
+        In training with labels the logits are None, and never made, unless `logits_to_keep` asks for them (0:
+        all). `labels` (B, L) stand where they are predicted: a causal head has shifted them.
         """
         if (
             self.training
@@ -789,13 +815,13 @@ def require_architecture(config: TransformerBlockConfig, head: str, *fitting: st
     if config.architecture not in fitting:
         fits = ", ".join(sorted(set(config.auto_map) - {"AutoConfig"}))
         raise ValueError(
-            f"{head} needs architecture={' or '.join(map(repr, fitting))}, not {config.architecture!r}, which loads "
-            f"through {fits}"
+            f"{head} needs architecture={' or '.join(map(repr, fitting))}, not {config.architecture!r}, "
+            f"which loads through {fits}"
         )
 
 
 class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTrainedModel, GenerationMixin):
-    """A decoder that predicts the next token; it owns the causal shift: `labels` are the `input_ids`, -100 ignored."""
+    """A decoder that predicts the next token; it owns the shift: `labels` are `input_ids`, -100 ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -823,7 +849,7 @@ class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTr
         shift_labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """`shift_labels` (B, L) are labels that stand where they are predicted already; they win over `labels`."""
+        """`shift_labels` (B, L) stand where they are predicted already; they win over `labels`."""
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -896,7 +922,7 @@ def shift_tokens_right(labels: torch.Tensor, config: TransformerBlockConfig) -> 
 class TransformerBlockForConditionalGeneration(
     TransformerBlockLMMixin, TransformerBlockPreTrainedModel, GenerationMixin
 ):
-    """An encoder-decoder that writes a target for a source; `labels` are the target's tokens, -100 ignored."""
+    """An encoder-decoder that writes a target for a source; `labels` are its tokens, -100 ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -955,10 +981,10 @@ class TransformerBlockForConditionalGeneration(
 
 class TransformerBlockForSequenceClassification(TransformerBlockPreTrainedModel):
     """
-    Classifies, or scores, a whole sequence: one pooled state of an encoder or a decoder, (B, D) -> (B, num_labels).
+    Classifies, or scores, a whole sequence: one pooled state of a stack, (B, D) -> (B, num_labels).
 
-    `problem_type` None: regression for one label, else by the dtype of `labels`: integers (B,) are classes, floats
-    (B, num_labels) are independent labels.
+    `problem_type` None: regression for one label, else by the dtype of `labels`: integers (B,) are classes,
+    floats (B, num_labels) are independent labels.
     """
 
     def __init__(self, config: TransformerBlockConfig):
@@ -978,8 +1004,8 @@ class TransformerBlockForSequenceClassification(TransformerBlockPreTrainedModel)
             attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.long)
         if attention_mask.ndim != 2:
             raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; pooling needs (batch, length), to know the "
-                f"real tokens"
+                f"attention_mask has shape {tuple(attention_mask.shape)}; pooling needs (batch, length), to "
+                f"know the real tokens"
             )
         is_real = attention_mask.to(hidden_states.device) != 0
         if self.config.classifier_pooling == "mean":
@@ -1037,11 +1063,12 @@ class TransformerBlockForSequenceClassification(TransformerBlockPreTrainedModel)
         labels = labels.view_as(logits).float()
         elementwise = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
         total = elementwise(logits.float(), labels, reduction="none").mean(dim=-1).sum()
-        return total / count_labels(labels[:, 0], num_items_in_batch)
+        examples = labels.new_zeros(len(labels))  # each of them counts, for -100 is a value here
+        return total / count_labels(examples, num_items_in_batch)
 
 
 class TransformerBlockForTokenClassification(TransformerBlockPreTrainedModel):
-    """Classifies every token of an encoder or a decoder, (B, L, D) -> (B, L, num_labels); `labels` of -100 ignored."""
+    """Classifies every token of a stack, (B, L, D) -> (B, L, num_labels); `labels` of -100 are ignored."""
 
     def __init__(self, config: TransformerBlockConfig):
         super().__init__(config)
@@ -1089,7 +1116,7 @@ class TransformerBlockForTokenClassification(TransformerBlockPreTrainedModel):
 
 class TransformerBlockForQuestionAnswering(TransformerBlockPreTrainedModel):
     """
-    Finds the answer to a question inside a text: scores of each token, (B, L), as the answer's first and last.
+    Finds the answer to a question inside a text: scores of each token, (B, L), as its first and its last.
 
     A position outside the input (an answer that was cut off) is ignored in the loss.
     """
@@ -1126,9 +1153,8 @@ class TransformerBlockForQuestionAnswering(TransformerBlockPreTrainedModel):
             **{CACHE: cache},
             **kwargs,
         )
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(
-            dim=-1
-        )  # (B, L, 2) -> 2 of (B, L)
+        # (B, L, 2) -> 2 of (B, L)
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             length = start_logits.shape[1]

@@ -124,7 +124,9 @@ def test_sources_have_full_years_and_only_visible_characters(pairs, split):
     for pair in pairs[split]:
         source = pair["source"]
         assert pair["target"][:4] in source
-        assert source == as_typed(source) and source.isprintable() and "  " not in source
+        assert source == as_typed(source)
+        assert source.isprintable()
+        assert "  " not in source
 
 
 def test_fifty_thousand_pairs_have_one_target_per_source():

@@ -1,0 +1,58 @@
+"""Tests that the README tells the truth: its Python runs, its commands parse, its paths exist."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import tiny_config
+
+from hf_transformer_block import TransformerBlockForConditionalGeneration
+from hf_transformer_block.data import train_tokenizer
+
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+COMMANDS = [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_python_runs(number, tmp_path):
+    assert len(PYTHON) == 3
+    tokenizer = train_tokenizer(iter(["March 5, 2024 5. März 2024年3月5日"]), "char", 60, 64, ends_texts=True)
+    tokenizer.save_pretrained(tmp_path / "runs" / "dates")  # what the main job leaves, untrained
+    model = TransformerBlockForConditionalGeneration(
+        tiny_config("encoder-decoder", vocab_size=len(tokenizer))
+    )
+    model.save_pretrained(tmp_path / "runs" / "dates")
+    done = subprocess.run(
+        [sys.executable, "-c", PYTHON[number]], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_use_flags_and_files_that_exist(monkeypatch):
+    from hf_transformer_block.arguments import parse_arguments
+
+    assert len(COMMANDS) == 6
+    assert COMMANDS[0].startswith(
+        'pip install -c constraints.txt -e ".[train]" && accelerate launch scripts/train.py'
+    )
+    assert COMMANDS[1] == 'pip install -c constraints.txt -e ".[test]" && pytest'
+    for command in COMMANDS:
+        words = shlex.split(command)
+        scripts = [word for word in words if word.endswith(".py")]
+        assert all((ROOT / script).is_file() for script in scripts)
+        if scripts == ["scripts/train.py"]:
+            monkeypatch.setattr(sys, "argv", words[words.index("scripts/train.py") :])
+            parse_arguments("", ROOT / "scripts" / "recipes")
+
+
+def test_paths_exist():
+    paths = re.findall(r"`((?:scripts|docs|tests|hf_transformer_block)/[\w./-]+)`", README)
+    assert paths
+    assert all((ROOT / path).exists() for path in paths)
