@@ -50,13 +50,13 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         gated_mlp: `down(act(gate(x)) * up(x))` (arXiv 2002.05202) instead of `down(act(up(x)))`.
         norm_type: "layer_norm" or "rms_norm" (arXiv 1910.07467).
         block_style: "post_norm" (the paper), "pre_norm" (arXiv 2002.04745; with a final norm) or "tutorial"
-            (one projection shared by all heads, scores divided by sqrt(hidden_size), dropout after the norm).
+            (projections shared by all heads, scores divided by sqrt(hidden_size), dropout after the norm).
         position_embedding: "sinusoidal", "learned", "rotary" (arXiv 2104.09864) or "none".
         rope_parameters: `rope_theta`, `rope_type` and its scaling, as in transformers; for "rotary" only.
         max_position_embeddings: longest sequence of "sinusoidal" and "learned" positions, in tokens.
         scale_embeddings: multiply token embeddings by sqrt(hidden_size).
         qk_norm: normalise every query and key head (arXiv 2302.05442) with the norm of `norm_type`.
-        attention_bias: biases in the four attention projections ("tutorial": only in the output projection).
+        attention_bias: biases in the attention projections; "tutorial" has one in the output projection only.
         mlp_bias: biases in the MLP.
         dropout: on embeddings and on each residual branch, in training.
         attention_dropout: on attention probabilities, in training.
@@ -173,7 +173,7 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         loaded_map = kwargs.pop("auto_map", None) or {}
         super().__post_init__(**kwargs)
         if self.position_embedding != "rotary":
-            self.rope_parameters = None
+            self.rope_parameters = None  # the base class fills it for every configuration that has the field
         self.auto_map = self._auto_map() | self._users_classes(loaded_map)
         self.base_model_tp_plan = self._tp_plan()
 
@@ -185,6 +185,7 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         for key in kwargs:
             if hasattr(type(self), key) or key.endswith("_token_id"):
                 continue
+            # 0.82 lets a letter or a plural slip, and no key that transformers or its tools write
             if hint := nearest(key, known, cutoff=0.82):
                 raise ValueError(f"{type(self).__name__} has no field {key!r}{hint}")
 
@@ -312,13 +313,18 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
 
     def validate_block(self) -> None:
         """Raises for choices that exclude each other."""
-        if self.position_embedding == "rotary" and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+        if self.position_embedding == "rotary":
+            share = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+            if (rotated := int(self.head_dim * share)) % 2 or rotated < 2:
+                raise ValueError(
+                    f"rotary positions turn features in pairs, but head_dim={self.head_dim} times "
+                    f"partial_rotary_factor={share} is {rotated}, which must be even"
+                )
         if self.position_embedding == "sinusoidal" and self.hidden_size % 2:
             raise ValueError(f"sinusoidal positions need an even hidden_size, not {self.hidden_size}")
         if self.block_style == "tutorial" and self.num_key_value_heads != self.num_attention_heads:
             raise ValueError(
-                f"block_style='tutorial' shares one projection among all heads, so num_key_value_heads="
+                f"block_style='tutorial' shares each projection among all heads, so num_key_value_heads="
                 f"{self.num_key_value_heads} must equal num_attention_heads={self.num_attention_heads}"
             )
         if self.block_style == "tutorial" and self.num_attention_heads * self.head_dim != self.hidden_size:

@@ -152,6 +152,7 @@ def eager_attention_forward(
     `key` and `value` may have fewer heads than `query`; each serves a group of query heads. The mask is
     boolean (True: may see) or added to the scores. A row that may see nothing yields zeros, as SDPA does.
     """
+    # (B, H / groups, S, K) -> (B, H, S, K)
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = torch.matmul(query, key.transpose(2, 3)).float() * scaling  # (B, H, L, S)
@@ -173,7 +174,7 @@ class TransformerBlockAttention(nn.Module):
     Multi-head attention, "Attention Is All You Need" section 3.2: softmax(Q K^T / sqrt(K)) V in every head.
 
     Queries come from `hidden_states` (B, L, D); keys and values from `key_value_states` (B, S, D), or from
-    `hidden_states` in self-attention. In the tutorial's style all heads share one (K, K) projection and the
+    `hidden_states` in self-attention. In the tutorial's style all heads share (K, K) projections and the
     scores are divided by sqrt(D).
     """
 
@@ -331,7 +332,7 @@ class TransformerBlock(GradientCheckpointingLayer):
             attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             position_ids=position_ids,
-            **{CACHE: cache},
+            cache=cache,
             **kwargs,
         )
         hidden_states = self.write(self.self_attn_norm, hidden_states, update)
@@ -340,7 +341,7 @@ class TransformerBlock(GradientCheckpointingLayer):
                 self.read(self.cross_attn_norm, hidden_states),
                 key_value_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
-                **{CACHE: cache},
+                cache=cache,
                 **kwargs,
             )
             hidden_states = self.write(self.cross_attn_norm, hidden_states, update)
@@ -368,7 +369,7 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws weights from N(0, initializer_range^2), biases 0, norms 1; see there for pre-norm."""
+        """Draws weights from N(0, initializer_range^2), biases 0, norms 1; `initial_scale` narrows it."""
         super()._init_weights(module)
         # the library visits only modules with parameters of their own, so a block cannot do it for its parts
         if hasattr(module, "initial_scale"):
@@ -386,6 +387,11 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
         if decoder is not None and not self.config.tie_word_embeddings:
             decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         return embeddings
+
+
+def reads_values(tensor: torch.Tensor) -> bool:
+    """Returns whether a check may look at the tensor's values."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
 def check_inputs(
@@ -432,9 +438,16 @@ def check_inputs(
         )
 
 
-def reads_values(tensor: torch.Tensor) -> bool:
-    """Returns whether a check may look at the tensor's values."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+def count_positions(
+    attention_mask: torch.Tensor | None, length: int, past_length: int | torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Returns the positions of `length` new tokens: (B, L), padding not counted; (1, L) without any."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        positions = (attention_mask.to(device, torch.long).cumsum(dim=-1) - 1).clamp(min=0)
+        if isinstance(past_length, int):
+            return positions[:, past_length : past_length + length]
+        return positions[:, -length:]
+    return (torch.arange(length, device=device) + past_length).unsqueeze(0)
 
 
 class TransformerBlockStack(TransformerBlockPreTrainedModel):
@@ -470,20 +483,43 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def count_positions(
+    def prepare_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        """Returns the cache to fill: none for an encoder, the caller's, or a new one."""
+        if not self.is_decoder or (cache is None and not use_cache):
+            return None
+        fits = isinstance(cache, EncoderDecoderCache) or not self.config.is_encoder_decoder
+        if cache is not None and fits:
+            return cache
+        config = self.config.get_text_config(decoder=True)
+        cache = DynamicCache(config=config) if cache is None else cache
+        return EncoderDecoderCache(cache, DynamicCache(config=config)) if config.is_encoder_decoder else cache
+
+    def make_masks(
         self,
+        hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        length: int,
-        past_length: int | torch.Tensor,
-        device: torch.device,
-    ) -> torch.Tensor:
-        """Returns the positions of `length` new tokens: (B, L), padding not counted; (1, L) without any."""
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            positions = attention_mask.to(device, torch.long).cumsum(dim=-1) - 1
-            if isinstance(past_length, int):
-                return positions.clamp(min=0)[:, past_length : past_length + length]
-            return positions.clamp(min=0)[:, -length:]
-        return (torch.arange(length, device=device) + past_length).unsqueeze(0)
+        position_ids: torch.Tensor | None,
+        cache: Cache | None,
+        encoder_hidden_states: torch.Tensor | None,
+        encoder_attention_mask: torch.Tensor | None,
+        output_attentions: bool | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns the masks of self- and cross-attention, each in the form its backend reads."""
+        config = self.config
+        if output_attentions and config._attn_implementation != "eager":  # only eager shows its probabilities
+            config = copy.copy(config)
+            config._attn_implementation = "eager"
+        if self.is_decoder:
+            mask = create_causal_mask(
+                config, hidden_states, attention_mask, position_ids=position_ids, **{CACHE: cache}
+            )
+        else:
+            mask = create_bidirectional_mask(config, hidden_states, attention_mask)
+        if encoder_hidden_states is None:
+            return mask, None
+        return mask, create_bidirectional_mask(
+            config, hidden_states, encoder_attention_mask, encoder_hidden_states=encoder_hidden_states
+        )
 
     def add_positions(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Adds sinusoidal or learned positions (B, L) -> (B, L, D); raises ValueError beyond the last."""
@@ -520,33 +556,22 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         # the paged cache of continuous batching has no single length; its caller gives positions and masks
         past_length = own_cache.get_seq_length() if hasattr(own_cache, "get_seq_length") else 0
         check_inputs(self.config, input_ids, inputs_embeds, attention_mask, past_length)
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        hidden_states = inputs_embeds
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.scale_embeddings:
             hidden_states = hidden_states * math.sqrt(self.config.hidden_size)
-
-        # the library looks for packed sequences in a caller's positions, so ours stay out of the mask
-        config = self.config
-        if output_attentions and config._attn_implementation != "eager":
-            config = copy.copy(config)
-            config._attn_implementation = "eager"
-        if self.is_decoder:
-            mask = create_causal_mask(
-                config, hidden_states, attention_mask, position_ids=position_ids, **{CACHE: own_cache}
-            )
-        else:
-            mask = create_bidirectional_mask(config, hidden_states, attention_mask)
-        cross_mask = None
-        if encoder_hidden_states is not None:
-            cross_mask = create_bidirectional_mask(
-                config, hidden_states, encoder_attention_mask, encoder_hidden_states=encoder_hidden_states
-            )
-
+        # the library looks for packed sequences in a caller's positions, so ours come after the masks
+        mask, cross_mask = self.make_masks(
+            hidden_states,
+            attention_mask,
+            position_ids,
+            own_cache,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            output_attentions,
+        )
         if position_ids is None:
-            position_ids = self.count_positions(
-                attention_mask, hidden_states.shape[1], past_length, hidden_states.device
-            )
+            length, device = hidden_states.shape[1], hidden_states.device
+            position_ids = count_positions(attention_mask, length, past_length, device)
         position_embeddings = None
         if self.config.position_embedding == "rotary":
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
@@ -569,17 +594,6 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.norm(hidden_states), **{CACHE: cache}
         )
-
-    def prepare_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """Returns the cache to fill: none for an encoder, the caller's, or a new one."""
-        if not self.is_decoder or (cache is None and not use_cache):
-            return None
-        fits = isinstance(cache, EncoderDecoderCache) or not self.config.is_encoder_decoder
-        if cache is not None and fits:
-            return cache
-        config = self.config.get_text_config(decoder=True)
-        cache = DynamicCache(config=config) if cache is None else cache
-        return EncoderDecoderCache(cache, DynamicCache(config=config)) if config.is_encoder_decoder else cache
 
 
 class TransformerBlockModel(TransformerBlockStack):
@@ -635,22 +649,24 @@ class TransformerBlockModel(TransformerBlockStack):
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
         }
+        if kwargs.get("labels") is not None:
+            raise ValueError("TransformerBlockModel has no loss: give labels to a model with a head")
+        target = decoder_inputs_embeds if decoder_input_ids is None else decoder_input_ids
         if not self.config.is_encoder_decoder:
-            if (
-                decoder_input_ids is not None
-                or decoder_inputs_embeds is not None
-                or encoder_outputs is not None
-            ):
+            if target is not None or encoder_outputs is not None:
                 raise ValueError(
                     f"architecture={self.config.architecture!r} has one stack and takes input_ids only; "
                     f"decoder inputs and encoder outputs need architecture='encoder-decoder'"
                 )
-            return super().forward(
-                **source, use_cache=use_cache, return_dict=True, **{CACHE: cache}, **kwargs
-            )
-        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            return super().forward(**source, use_cache=use_cache, return_dict=True, cache=cache, **kwargs)
+        if target is None:
             raise ValueError(
                 "an encoder-decoder needs decoder_input_ids or decoder_inputs_embeds (its head: or labels)"
+            )
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; the decoder reads it too, so the "
+                f"source of an encoder-decoder needs (batch, length), with 1 for real tokens"
             )
         if encoder_outputs is None:
             encoder_outputs = self.encoder(**source, return_dict=True, **kwargs)
@@ -659,8 +675,8 @@ class TransformerBlockModel(TransformerBlockStack):
         encoded = encoder_outputs.last_hidden_state
         if attention_mask is not None and attention_mask.shape != encoded.shape[:2]:
             raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)} but the source of an "
-                f"encoder-decoder is (batch, length) = {tuple(encoded.shape[:2])}"
+                f"attention_mask has shape {tuple(attention_mask.shape)} but encoder_outputs are of "
+                f"(batch, length) = {tuple(encoded.shape[:2])}"
             )
         outputs = self.decoder(
             input_ids=decoder_input_ids,
@@ -670,7 +686,7 @@ class TransformerBlockModel(TransformerBlockStack):
             encoder_attention_mask=attention_mask,
             use_cache=use_cache,
             return_dict=True,
-            **{CACHE: cache},
+            cache=cache,
             **kwargs,
         )
         return Seq2SeqModelOutput(
@@ -683,6 +699,14 @@ class TransformerBlockModel(TransformerBlockStack):
             encoder_hidden_states=encoder_outputs.hidden_states,
             encoder_attentions=encoder_outputs.attentions,
         )
+
+
+def count_labels(labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor | int:
+    """Returns what a summed loss is divided by: the caller's count, or that of labels which are not -100."""
+    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    if isinstance(count, torch.Tensor):
+        count = count.to(labels.device)
+    return count + (count == 0)  # the sum over no label is 0 already
 
 
 def cross_entropy(
@@ -707,14 +731,6 @@ def cross_entropy(
         ignore_index=-100,
     )
     return total / count_labels(labels, num_items_in_batch)
-
-
-def count_labels(labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor | int:
-    """Returns what a summed loss is divided by: the caller's count, or that of labels which are not -100."""
-    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-    if isinstance(count, torch.Tensor):
-        count = count.to(labels.device)
-    return count + (count == 0)  # the sum over no label is 0 already
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -757,17 +773,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 hidden_grad[rows] = grad @ weight.to(grad.dtype)
             if wants_weight:
                 weight_grad += grad.t() @ hidden
-        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, total_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (
-            *(None if grad is None else (grad * total_grad).to(grad.dtype) for grad in ctx.saved_tensors),
-            None,
-            None,
-        )
+        hidden_grad, weight_grad = ctx.saved_tensors
+        if hidden_grad is not None:
+            hidden_grad = (hidden_grad * total_grad).to(hidden_grad.dtype)
+        if weight_grad is not None:  # summed over all tokens, which half precision cannot hold
+            weight_grad = (weight_grad * total_grad).to(ctx.dtype)
+        return hidden_grad, weight_grad, None, None
 
 
 class TransformerBlockLMMixin:
@@ -777,10 +795,9 @@ class TransformerBlockLMMixin:
         self,
         hidden_states: torch.Tensor,
         labels: torch.Tensor | None,
-        logits_to_keep: int | torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
-        **kwargs: Unpack[TransformersKwargs],
+        logits_to_keep: int | torch.Tensor | None,
+        num_items_in_batch: torch.Tensor | int | None,
+        label_smoothing: float,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """
         Returns the loss (None without labels) and the logits (B, L, V) of the positions to keep.
@@ -788,12 +805,9 @@ class TransformerBlockLMMixin:
         In training with labels the logits are None, and never made, unless `logits_to_keep` asks for them (0:
         all). `labels` (B, L) stand where they are predicted: a causal head has shifted them.
         """
-        if (
-            self.training
-            and labels is not None
-            and logits_to_keep is None
-            and type(self.lm_head) is nn.Linear
-        ):
+        # a head that a tool has wrapped, replaced or given a bias is more than its weight and must be called
+        is_plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
+        if self.training and labels is not None and logits_to_keep is None and is_plain:
             labels = labels.to(hidden_states.device).flatten()
             total = ChunkedCrossEntropy.apply(
                 hidden_states.flatten(0, -2), self.lm_head.weight, labels, label_smoothing
@@ -847,9 +861,13 @@ class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTr
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor | None = None,
         shift_labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        label_smoothing: float = 0.0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """`shift_labels` (B, L) stand where they are predicted already; they win over `labels`."""
+        if labels is not None and use_cache is None:
+            use_cache = False
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -857,12 +875,14 @@ class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTr
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,
-            **{CACHE: cache},
+            cache=cache,
             **kwargs,
         )
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
-        loss, logits = self.project(outputs.last_hidden_state, shift_labels, logits_to_keep, **kwargs)
+        loss, logits = self.project(
+            outputs.last_hidden_state, shift_labels, logits_to_keep, num_items_in_batch, label_smoothing
+        )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -876,6 +896,8 @@ class TransformerBlockForMaskedLM(TransformerBlockLMMixin, TransformerBlockPreTr
     """An encoder that predicts the tokens which were masked in its input; other `labels` are -100."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: TransformerBlockConfig):
         super().__init__(config)
@@ -892,6 +914,9 @@ class TransformerBlockForMaskedLM(TransformerBlockLMMixin, TransformerBlockPreTr
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        label_smoothing: float = 0.0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
         outputs = self.model(
@@ -902,7 +927,9 @@ class TransformerBlockForMaskedLM(TransformerBlockLMMixin, TransformerBlockPreTr
             return_dict=True,
             **kwargs,
         )
-        loss, logits = self.project(outputs.last_hidden_state, labels, **kwargs)
+        loss, logits = self.project(
+            outputs.last_hidden_state, labels, logits_to_keep, num_items_in_batch, label_smoothing
+        )
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -954,10 +981,13 @@ class TransformerBlockForConditionalGeneration(
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        label_smoothing: float = 0.0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         if labels is not None:
-            use_cache = False if use_cache is None else use_cache
+            if use_cache is None:
+                use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = shift_tokens_right(labels, self.config)
         outputs = self.model(
@@ -971,10 +1001,12 @@ class TransformerBlockForConditionalGeneration(
             encoder_outputs=encoder_outputs,
             use_cache=use_cache,
             return_dict=True,
-            **{CACHE: cache},
+            cache=cache,
             **kwargs,
         )
-        loss, logits = self.project(outputs.last_hidden_state, labels, logits_to_keep, **kwargs)
+        loss, logits = self.project(
+            outputs.last_hidden_state, labels, logits_to_keep, num_items_in_batch, label_smoothing
+        )
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **rest)
 
@@ -1039,7 +1071,7 @@ class TransformerBlockForSequenceClassification(TransformerBlockPreTrainedModel)
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,
-            **{CACHE: cache},
+            cache=cache,
             **kwargs,
         )
         logits = self.classifier(self.dropout(self.pool(outputs.last_hidden_state, attention_mask)))
@@ -1102,7 +1134,7 @@ class TransformerBlockForTokenClassification(TransformerBlockPreTrainedModel):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,
-            **{CACHE: cache},
+            cache=cache,
             **kwargs,
         )
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
@@ -1150,7 +1182,7 @@ class TransformerBlockForQuestionAnswering(TransformerBlockPreTrainedModel):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,
-            **{CACHE: cache},
+            cache=cache,
             **kwargs,
         )
         # (B, L, 2) -> 2 of (B, L)

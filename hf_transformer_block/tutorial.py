@@ -116,6 +116,11 @@ PARTS = {
 
 def require_tutorial(config: TransformerBlockConfig) -> None:
     """Raises ValueError unless the configuration describes one stack of the tutorial's blocks."""
+    if config.intermediate_size % config.hidden_size:
+        raise ValueError(
+            f"the tutorial's forward_expansion is a whole number, but intermediate_size="
+            f"{config.intermediate_size} is no multiple of hidden_size={config.hidden_size}"
+        )
     needed = {"block_style": "tutorial", "is_encoder_decoder": False, "gated_mlp": False, "mlp_bias": True}
     needed |= {"hidden_act": "relu", "norm_type": "layer_norm", "qk_norm": False, "attention_dropout": 0}
     needed |= {"rope_parameters": None}
@@ -227,7 +232,12 @@ def to_model(
 
 
 def from_model(model: TransformerBlockPreTrainedModel) -> list[TransformerBlock]:
-    """Returns copies of a tutorial-style model's layers, with or without a head, as tutorial blocks."""
+    """
+    Returns copies of a tutorial-style model's layers, with or without a head, as tutorial blocks.
+
+    Raises:
+        ValueError: the model is not one stack of the tutorial's blocks; the message names the field.
+    """
     config, blocks = model.config, []
     require_tutorial(config)
     expansion = config.intermediate_size // config.hidden_size

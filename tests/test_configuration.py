@@ -162,7 +162,18 @@ def test_presets_set_fields_and_give_way_to_arguments():
             {"hidden_size": 30, "num_attention_heads": 4},
             "hidden_size=30 is not divisible by num_attention_heads=4",
         ),
-        ({"position_embedding": "rotary", "head_dim": 5}, "rotary positions need an even head_dim, not 5"),
+        (
+            {"position_embedding": "rotary", "head_dim": 5},
+            "head_dim=5 times partial_rotary_factor=1.0 is 5, which must be even",
+        ),
+        (
+            {
+                "position_embedding": "rotary",
+                "head_dim": 6,
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+            },
+            "head_dim=6 times partial_rotary_factor=0.5 is 3, which must be even",
+        ),
         (
             {"hidden_size": 33, "num_attention_heads": 3},
             "sinusoidal positions need an even hidden_size, not 33",

@@ -107,9 +107,10 @@ def test_cross_attention_reads_queries_from_the_target_and_keys_and_values_from_
 
 
 def test_tutorial_attention_shares_one_projection_and_divides_by_the_width():
-    config = tiny_config("encoder", block_style="tutorial")
+    config = tiny_config("encoder", block_style="tutorial", attention_bias=False)
     attention = TransformerBlockModel(config).layers[0].self_attn
     assert attention.q_proj.weight.shape == (8, 8)
+    attention.o_proj.bias.data.normal_()  # the tutorial's only bias
     hidden = torch.randn(1, 5, 32)
     split = hidden.double().view(1, 5, 4, 8)
     query, key, value = (

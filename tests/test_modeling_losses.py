@@ -147,6 +147,14 @@ def test_the_chunked_loss_is_the_loss_of_full_logits(vocab_size, rows, smoothing
     assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-5, atol=2e-6)
 
 
+def test_the_chunked_loss_refuses_a_second_derivative():
+    hidden = torch.randn(3, 4, requires_grad=True)
+    loss = ChunkedCrossEntropy.apply(hidden, torch.randn(5, 4), torch.tensor([1, 2, 3]), 0.0)
+    (gradient,) = torch.autograd.grad(loss**2, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
 @EACH_LM_HEAD
 def test_a_training_step_is_that_of_full_logits(head, shape, kwargs):

@@ -369,4 +369,5 @@ def test_GN4_only_these_classes_generate():
     for model_class, _ in MODELS:
         generative = model_class in (TransformerBlockForCausalLM, TransformerBlockForConditionalGeneration)
         assert model_class.can_generate() == generative
+        assert model_class.is_backend_compatible()  # serving engines bring their own attention
     assert not hasattr(TransformerBlockForMaskedLM, "generate")
