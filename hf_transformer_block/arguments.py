@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
@@ -17,11 +19,16 @@ KNOWN = {
     "preset": ("vaswani", "modern", "tutorial"),
     "lr_scheduler_type": ("cosine", "linear", "inverse_sqrt", "constant_with_warmup"),
 }
+COUNTS = (
+    *("vocab_size", "max_length", "max_steps", "batch_size", "micro_batch_size"),
+    *("eval_steps", "eval_batch_size", "eval_pairs", "num_beams", "save_steps"),
+)
+DATA = "../shared/data"  # where recipes look for data sets unless HFTB_DATA says otherwise
 
 
-def flag(default, help: str):
-    """Returns a field of `Arguments` with its line of --help."""
-    return field(default=default, metadata={"help": help})
+def flag(default: Any, explanation: str) -> Any:
+    """Returns a dataclass field with its default and its line of --help."""
+    return field(default=default, metadata={"help": explanation})
 
 
 @dataclass
@@ -61,7 +68,7 @@ class Arguments:
     intermediate_size: int | None = flag(None, "Width of the MLP. Without: 4 * hidden_size.")
     dropout: float = flag(0.1, "Dropout rate.")
     config_overrides: str = flag(
-        "", "Other fields of TransformerBlockConfig, as in 'qk_norm=true,num_key_value_heads=2'."
+        "", "Other fields of TransformerBlockConfig, as in 'qk_norm: true, num_key_value_heads: 2'."
     )
 
     max_steps: int = flag(5000, "Optimizer updates.")
@@ -73,7 +80,6 @@ class Arguments:
     lr_scheduler_type: str = flag("cosine", "cosine, linear, inverse_sqrt or constant_with_warmup.")
     warmup_steps: int = flag(200, "Updates until the highest learning rate.")
     weight_decay: float = flag(0.01, "Weight decay of AdamW, on matrices only.")
-    max_grad_norm: float = flag(1.0, "Norm to which gradients are clipped.")
     label_smoothing: float = flag(0.0, "Probability mass that targets spread over the vocabulary.")
     seed: int = flag(0, "Seed of the weights, the order of examples and dropout.")
 
@@ -82,7 +88,49 @@ class Arguments:
     eval_pairs: int = flag(200, "Validation pairs that each evaluation translates.")
     num_beams: int = flag(1, "Beams of the final translation, kept in the generation config.")
     save_steps: int = flag(500, "Updates between checkpoints.")
-    save_total_limit: int = flag(2, "Checkpoints to keep.")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows default values, and the description with its line breaks."""
+
+
+def recipe_flags(parser: HfArgumentParser, recipe: Path, recipes: Path) -> list[str]:
+    """
+    Returns a recipe as flags of the command line, ${HFTB_DATA} being the folder of the data sets it uses.
+
+    Exits if there is no such recipe, or if it has a key that is no flag.
+    """
+    if not recipe.is_file():
+        known = ", ".join(sorted(map(str, recipes.glob("*.yaml"))))
+        parser.error(f"there is no recipe {recipe} (the project's own: {known})")
+    text = recipe.read_text(encoding="utf-8").replace("${HFTB_DATA}", os.environ.get("HFTB_DATA", DATA))
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        parser.error(f"{recipe} is no YAML: {error}")
+    if not isinstance(values, dict):
+        parser.error(f"{recipe} must hold lines of 'flag: value'")
+    names = [field.name for field in fields(Arguments)]
+    flags = []
+    for key, value in values.items():
+        if key not in names:
+            parser.error(f"{recipe} has an unknown key {key!r}{nearest(str(key), names)}")
+        if value is not None:
+            flags += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return flags
+
+
+def check_arguments(parser: HfArgumentParser, arguments: Arguments) -> None:
+    """Exits for a value that cannot work."""
+    for name, known in KNOWN.items():
+        if (value := getattr(arguments, name)) not in known:
+            hint = nearest(value, list(known))
+            parser.error(f"--{name} {value} is unknown{hint} (known: {', '.join(known)})")
+    for name in COUNTS:
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            parser.error(f"--{name} {value} must be at least 1")
+    if arguments.resume and arguments.overwrite:
+        parser.error("--resume goes on with a run and --overwrite deletes it: give one of them")
 
 
 def parse_arguments(description: str, recipes: Path) -> Arguments:
@@ -91,60 +139,18 @@ def parse_arguments(description: str, recipes: Path) -> Arguments:
 
     Exits with a message that names the flag, its value and the remedy.
     """
-    parser = HfArgumentParser(
-        Arguments, description=description, formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    options = {"formatter_class": HelpFormatter, "allow_abbrev": False}
+    parser = HfArgumentParser(Arguments, description=description, **options)
     first, _ = HfArgumentParser(Arguments, add_help=False, allow_abbrev=False).parse_known_args()
     recipe = Path(first.config) if first.config else None
     if recipe is None and first.train_files is None:
         recipe = recipes / "dates.yaml"
-    if recipe is not None:
-        parser.set_defaults(**read_recipe(parser, recipe, recipes))
-    arguments, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-    if unknown:
-        flags = [f"--{field.name}" for field in fields(Arguments)]
-        parser.error(f"{unknown[0]} is unknown{nearest(unknown[0], flags)} (--help lists all flags)")
-    for name, known in KNOWN.items():
-        if (value := getattr(arguments, name)) not in known:
-            parser.error(
-                f"--{name} {value} is unknown{nearest(value, list(known))} (known: {', '.join(known)})"
-            )
-    for name in (
-        "max_steps",
-        "batch_size",
-        "eval_steps",
-        "eval_batch_size",
-        "save_steps",
-        "save_total_limit",
-    ):
-        if (value := getattr(arguments, name)) < 1:
-            parser.error(f"--{name} {value} must be at least 1")
-    if arguments.micro_batch_size is not None and arguments.micro_batch_size < 1:
-        parser.error(f"--micro_batch_size {arguments.micro_batch_size} must be at least 1")
-    return arguments
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows default values, and the description with its line breaks."""
-
-
-def read_recipe(parser: HfArgumentParser, recipe: Path, recipes: Path) -> dict:
-    """
-    Returns the values of a recipe, ${HFTB_DATA} being the folder of the data sets that recipes use.
-
-    Exits if there is no such recipe, or if it has a key that is no flag.
-    """
-    if not recipe.is_file():
-        known = ", ".join(sorted(map(str, recipes.glob("*.yaml"))))
-        parser.error(f"there is no recipe {recipe} (the project's own: {known})")
-    text = recipe.read_text(encoding="utf-8").replace(
-        "${HFTB_DATA}", os.environ.get("HFTB_DATA", "../shared/data")
+    flags = [] if recipe is None else recipe_flags(parser, recipe, recipes)
+    arguments, unknown = parser.parse_args_into_dataclasses(
+        args=[*flags, *sys.argv[1:]], return_remaining_strings=True
     )
-    values = yaml.safe_load(text)
-    if not isinstance(values, dict):
-        parser.error(f"{recipe} must hold lines of 'flag: value'")
-    names = [field.name for field in fields(Arguments)]
-    for key in values:
-        if key not in names:
-            parser.error(f"{recipe} has an unknown key {key!r}{nearest(str(key), names)}")
-    return values
+    if unknown:
+        names = [f"--{field.name}" for field in fields(Arguments)]
+        parser.error(f"{unknown[0]} is unknown{nearest(unknown[0], names)} (--help lists all flags)")
+    check_arguments(parser, arguments)
+    return arguments

@@ -1,12 +1,14 @@
-"""From files to batches: read, train a tokenizer, tokenise, choose the examples of each update, collate."""
+"""From files to batches: read, train a tokenizer, tokenize, choose the examples of each update, collate."""
 
 import csv
 import gzip
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -14,14 +16,77 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 TOKENIZERS = ("bpe", "char", "word")
-READERS = {
-    ".txt": "text",
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-}
+KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+
+
+def kind_of(file: str) -> str:
+    """Returns a file's kind by its name, .gz aside: "json", "csv", "tsv", "parquet", else "text"."""
+    path = Path(file)
+    return KINDS.get(Path(path.stem).suffix if path.suffix == ".gz" else path.suffix, "text")
+
+
+def check_file(file: str) -> None:
+    """Raises ValueError unless there is a file that can be opened."""
+    try:
+        with open(file, "rb"):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from error
+
+
+def read_document(file: str) -> str:
+    """Returns a whole text file, UTF-8, with Unix line ends."""
+    check_file(file)
+    raw = Path(file).read_bytes()
+    try:
+        text = (gzip.decompress(raw) if file.endswith(".gz") else raw).decode("utf-8-sig")
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{file} is no whole gzip file: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error}): convert it with iconv -t UTF-8") from error
+    text = text.replace("\r\n", "\n")
+    if not text.strip():
+        raise ValueError(f"{file} is empty")
+    return text
+
+
+def read_delimited(file: str, columns: list[str]) -> dict[str, list[str]]:
+    """Returns all columns of a .csv or .tsv; a .tsv without a header that names `columns` holds just them."""
+    is_tsv = kind_of(file) == "tsv"
+    options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}
+    try:
+        rows = [row for row in csv.reader(io.StringIO(read_document(file), newline=""), **options) if row]
+    except csv.Error as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    has_header = not is_tsv or set(columns) <= set(rows[0])
+    header, rows = (rows[0], rows[1:]) if has_header else (columns, rows)
+    for number, row in enumerate(rows, start=1 + has_header):
+        if len(row) != len(header):
+            raise ValueError(f"{file} has {len(row)} columns, not {len(header)}, in row {number}: {row}")
+    return {name: [row[index] for row in rows] for index, name in enumerate(header)}
+
+
+def read_table(file: str, columns: list[str], flags: str) -> list[list[str]]:
+    """Returns columns of a table as texts; `flags` are those which name the columns, for the error."""
+    kind = kind_of(file)
+    check_file(file)
+    try:
+        if kind in ("csv", "tsv"):
+            table = read_delimited(file, columns)
+        else:
+            table = load_dataset(kind, data_files=file, split="train").to_dict()
+    except DatasetGenerationError as error:
+        raise ValueError(f"cannot read {file}: {error.__cause__}") from error
+    for name in columns:
+        if name not in table:
+            raise ValueError(f"{file} has no column {name!r} but {list(table)}: give {flags}")
+        wrong = [number for number, value in enumerate(table[name], start=1) if not isinstance(value, str)]
+        if wrong:
+            value = table[name][wrong[0] - 1]
+            raise ValueError(f"{file} has {value!r} instead of a text in column {name!r} of row {wrong[0]}")
+    if not table[columns[0]]:
+        raise ValueError(f"{file} is empty")
+    return [table[name] for name in columns]
 
 
 def read_pairs(files: list[str], source_column: str = "source", target_column: str = "target") -> Dataset:
@@ -34,87 +99,34 @@ def read_pairs(files: list[str], source_column: str = "source", target_column: s
         ValueError: a file is missing, empty or lacks a column, or parallel files differ in length.
     """
     if len(files) == 2:
-        sides = [read_columns(file)["text"] for file in files]
+        sides = [read_document(file).removesuffix("\n").split("\n") for file in files]
         if len(sides[0]) != len(sides[1]):
             raise ValueError(
                 f"{files[0]} has {len(sides[0])} lines but {files[1]} has {len(sides[1])}: line n of one "
                 f"must be the translation of line n of the other"
             )
-        return Dataset.from_dict({"source": list(sides[0]), "target": list(sides[1])})
-    if len(files) != 1:
+    elif len(files) == 1 and kind_of(files[0]) != "text":
+        sides = read_table(files[0], [source_column, target_column], "--source_column and --target_column")
+    else:
         raise ValueError(
-            f"translation reads one file with two columns or two parallel files, not {len(files)}"
+            f"translation reads one table with two columns (jsonl, csv, tsv, parquet) or two parallel text "
+            f"files, not {', '.join(files)}; a text by itself is for --task causal-lm"
         )
-    dataset = read_columns(files[0], header=[source_column, target_column])
-    for column in (source_column, target_column):
-        if column not in dataset.column_names:
-            raise ValueError(
-                f"{files[0]} has no column {column!r} but {dataset.column_names}: give --source_column and "
-                f"--target_column"
-            )
-    dataset = dataset.select_columns([source_column, target_column])
-    return dataset.rename_columns({source_column: "source", target_column: "target"})
+    return Dataset.from_dict({"source": sides[0], "target": sides[1]})
 
 
 def read_texts(files: list[str], text_column: str = "text") -> Dataset:
     """
-    Reads documents as column "text"; a .txt file is one document, line breaks kept. Any file may be gzipped.
+    Reads documents as column "text"; a text file is one document, line breaks kept.
 
     Raises:
-        ValueError: a file is missing, of an unknown kind, empty or lacks the column.
+        ValueError: a file is missing, empty or lacks the column.
     """
     documents = []
     for file in files:
-        if kind_of(file) == "text":
-            documents.append(read_document(file))
-            continue
-        dataset = read_columns(file)
-        if text_column not in dataset.column_names:
-            raise ValueError(
-                f"{file} has no column {text_column!r} but {dataset.column_names}: give --text_column"
-            )
-        documents += dataset[text_column]
+        is_text = kind_of(file) == "text"
+        documents += [read_document(file)] if is_text else read_table(file, [text_column], "--text_column")[0]
     return Dataset.from_dict({"text": documents})
-
-
-def kind_of(file: str) -> str:
-    """Returns the kind of a data file by its name, .gz aside; raises ValueError if there is no such file."""
-    path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"there is no file {file}")
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    return READERS.get(suffix, "text")
-
-
-def read_document(file: str) -> str:
-    """Returns a whole text file, UTF-8."""
-    raw = Path(file).read_bytes()
-    try:
-        text = (
-            (gzip.decompress(raw) if file.endswith(".gz") else raw).decode("utf-8-sig").replace("\r\n", "\n")
-        )
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 ({error}): convert it with iconv -t UTF-8") from error
-    if not text.strip():
-        raise ValueError(f"{file} is empty")
-    return text
-
-
-def read_columns(file: str, header: list[str] | None = None) -> Dataset:
-    """Reads a table, or a text file's lines as column "text"; `header` names a headerless .tsv's columns."""
-    kind = kind_of(file)
-    if kind == "text":
-        return Dataset.from_dict({"text": read_document(file).rstrip("\n").split("\n")})
-    options = {}
-    if ".tsv" in Path(file).suffixes:
-        options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "keep_default_na": False}
-        first = read_document(file).split("\n", 1)[0].rstrip("\r").split("\t")
-        if header is not None and not set(header) <= set(first):
-            options["column_names"] = header
-    dataset = load_dataset(kind, data_files=file, split="train", **options)
-    if not len(dataset):
-        raise ValueError(f"{file} is empty")
-    return dataset
 
 
 def untrained_tokenizer(kind: str) -> Tokenizer:
@@ -167,46 +179,43 @@ def train_tokenizer(
     )
 
 
-def tokenise_pairs(
-    pairs: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[Dataset, int]:
-    """Returns `input_ids`, `labels` and their `length`, and how many pairs were longer than `max_length`."""
+def tokenize_pairs(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """
+    Returns the pairs that fit into `max_length` with their `input_ids`, `labels` and joint `length`.
 
-    def tokenise(batch: dict[str, list[str]]) -> dict[str, list]:
+    Raises:
+        ValueError: no pair fits.
+    """
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list]:
         sources = tokenizer(batch["source"], verbose=False)["input_ids"]
         targets = tokenizer(batch["target"], verbose=False)["input_ids"]
-        kept = [
-            (source, target)
-            for source, target in zip(sources, targets, strict=True)
-            if max(len(source), len(target)) <= max_length
-        ]
-        return {
-            "input_ids": [source for source, _ in kept],
-            "labels": [target for _, target in kept],
-            "length": [len(source) + len(target) for source, target in kept],
-        }
+        rows = zip(batch["source"], batch["target"], sources, targets, strict=True)
+        kept = [row for row in rows if max(len(row[2]), len(row[3])) <= max_length]
+        names = ("source", "target", "input_ids", "labels")
+        columns = {name: [row[index] for row in kept] for index, name in enumerate(names)}
+        return {**columns, "length": [len(source) + len(target) for *_, source, target in kept]}
 
-    tokenised = pairs.map(tokenise, batched=True, remove_columns=pairs.column_names, desc="tokenise")
-    if not len(tokenised):
-        raise ValueError(
-            f"all {len(pairs)} pairs are longer than max_length={max_length} tokens: raise --max_length"
-        )
-    return tokenised, len(pairs) - len(tokenised)
+    tokenized = pairs.map(tokenize, batched=True, remove_columns=pairs.column_names, desc="tokenize")
+    if not len(tokenized):
+        raise ValueError(f"all {len(pairs)} pairs are longer than {max_length} tokens: raise --max_length")
+    return tokenized
 
 
-def tokenise_stream(texts: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+def tokenize_stream(texts: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """
     Returns documents, each ended by eos, set end to end and cut into blocks of `max_length` + 1 `input_ids`.
 
     Neighbouring blocks share one token, so that a causal model predicts each token of the stream once, from
     at most `max_length` others.
+
+    Raises:
+        ValueError: the documents have less than two tokens.
     """
     stream: list[int] = []
     for text in texts["text"]:
-        stream += [
-            *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
-            tokenizer.eos_token_id,
-        ]
+        stream += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        stream.append(tokenizer.eos_token_id)
     if len(stream) < 2:
         raise ValueError("a language model needs at least two tokens of text")
     blocks = [stream[start : start + max_length + 1] for start in range(0, len(stream) - 1, max_length)]
@@ -224,7 +233,7 @@ class UpdateSampler(Sampler[list[int]]):
     Args:
         lengths: tokens of every example.
         batch_size: examples of an update, over all processes.
-        start, stop: the first update, and the one after the last.
+        numbers: of the updates to yield, from 0.
         pool: batches among which examples are sorted by length.
     """
 
@@ -233,8 +242,7 @@ class UpdateSampler(Sampler[list[int]]):
         lengths: list[int],
         batch_size: int,
         seed: int,
-        start: int,
-        stop: int,
+        numbers: range,
         process_index: int = 0,
         num_processes: int = 1,
         pool: int = 50,
@@ -242,13 +250,13 @@ class UpdateSampler(Sampler[list[int]]):
         self.lengths = torch.tensor(lengths)
         self.batch_size = batch_size
         self.seed = seed
-        self.updates = range(start, stop)
+        self.numbers = numbers
         self.process_index = process_index
         self.num_processes = num_processes
         self.pool = pool
 
     def __len__(self) -> int:
-        return len(self.updates)
+        return len(self.numbers)
 
     def generator(self, *numbers: int) -> torch.Generator:
         """Returns a random generator that depends on the seed and the numbers."""
@@ -270,7 +278,7 @@ class UpdateSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         batches, current = [], None
-        for update in self.updates:
+        for update in self.numbers:
             if update // self.pool != current:
                 current = update // self.pool
                 batches = self.pool_batches(current)

@@ -49,11 +49,10 @@ def updates(
     micro_batch_size: int | None,
     pad_token_id: int,
     seed: int,
-    start: int,
-    stop: int,
+    numbers: range,
 ) -> Iterator[list[Batch]]:
     """
-    Yields the micro-batches of every optimizer update from `start` to `stop`, on this process's device.
+    Yields the micro-batches of the optimizer updates with these numbers, on this process's device.
 
     Args:
         batch_size: examples of one update, over all processes.
@@ -63,8 +62,7 @@ def updates(
         list(dataset["length"]),
         batch_size,
         seed,
-        start,
-        stop,
+        numbers,
         accelerator.process_index,
         accelerator.num_processes,
     )
@@ -73,7 +71,7 @@ def updates(
     def cut(examples: list[dict]) -> list[Batch]:
         return [collate(examples[i : i + size], pad_token_id) for i in range(0, len(examples), size)]
 
-    # a generator of its own, for a loader without one draws a number from the random state that dropout uses
+    # with a generator of its own: a loader without one draws a number from the random state that dropout uses
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=cut, generator=torch.Generator())
     for micro_batches in loader:
         yield send_to_device(micro_batches, accelerator.device)
@@ -91,8 +89,8 @@ def update(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     micro_batches: list[Batch],
-    max_grad_norm: float,
-    label_smoothing: float,
+    label_smoothing: float = 0.0,
+    max_grad_norm: float = 1.0,
 ) -> tuple[float, int]:
     """
     Makes one optimizer update; returns the mean loss per target token (nats) and the number of those tokens.
@@ -131,19 +129,39 @@ def evaluate(
     model = accelerator.unwrap_model(model)
     was_training = model.training
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     batches = rank_shares(accelerator, list(dataset["length"]), batch_size)
     loader = DataLoader(
         dataset, batch_sampler=batches, collate_fn=partial(collate, pad_token_id=pad_token_id)
     )
+    loss, tokens = 0.0, 0
     for batch in loader:
         batch = send_to_device(batch, accelerator.device)
         with accelerator.autocast():
-            sums[0] += model(**batch, num_items_in_batch=1, use_cache=False).loss
-        sums[1] += count_targets(batch, model.config.is_encoder_decoder)
+            loss += model(**batch, num_items_in_batch=1, use_cache=False).loss.item()
+        tokens += count_targets(batch, model.config.is_encoder_decoder).item()
     model.train(was_training)
-    total, tokens = accelerator.reduce(sums).tolist()
-    return {"loss": total / tokens, "tokens": int(tokens)}
+    losses, counts = zip(*gather_object([(loss, tokens)]), strict=True)
+    return {"loss": sum(losses) / sum(counts), "tokens": sum(counts)}
+
+
+def bits_per_byte(loss: float, tokens: int, num_bytes: int) -> float:
+    """Returns a model's bits per UTF-8 byte of text, comparable between tokenizers, from nats per token."""
+    return loss * tokens / math.log(2) / num_bytes
+
+
+def evaluate_text(
+    accelerator: Accelerator,
+    model: nn.Module,
+    blocks: Dataset,
+    texts: Dataset,
+    batch_size: int,
+    pad_token_id: int,
+) -> dict[str, float]:
+    """Returns loss and perplexity on the blocks that texts were cut into, and the bits per byte of text."""
+    result = evaluate(accelerator, model, blocks, batch_size, pad_token_id)
+    num_bytes = sum(len(text.encode()) for text in texts["text"])
+    bits = bits_per_byte(result["loss"], result["tokens"], num_bytes)
+    return {**result, "perplexity": math.exp(result["loss"]), "bits_per_byte": bits}
 
 
 @torch.no_grad()
@@ -186,11 +204,6 @@ def score_translations(hypotheses: list[str], references: list[str]) -> dict[str
     }
 
 
-def bits_per_byte(loss: float, tokens: int, num_bytes: int) -> float:
-    """Returns a model's bits per UTF-8 byte of text, comparable between tokenizers, from nats per token."""
-    return loss * tokens / math.log(2) / num_bytes
-
-
 def checkpoints(output_dir: Path) -> list[Path]:
     """Returns the complete checkpoints of a run, oldest first."""
     return sorted((output_dir / "checkpoints").glob("step-*[0-9]"))
@@ -201,9 +214,8 @@ def register_state(accelerator: Accelerator, scheduler: torch.optim.lr_scheduler
     accelerator.register_for_checkpointing(scheduler)
 
     def drop_tied(models: list[nn.Module], states: list[dict], output_dir: str) -> None:
-        for model, state in zip(
-            models, states, strict=False
-        ):  # there are no states where an engine saves its own
+        # there are no states where an engine saves its own
+        for model, state in zip(models, states, strict=False):
             tied = accelerator.unwrap_model(model).all_tied_weights_keys
             for name in [name for name in state if name.removeprefix("module.") in tied]:
                 del state[name]
@@ -211,7 +223,7 @@ def register_state(accelerator: Accelerator, scheduler: torch.optim.lr_scheduler
     accelerator.register_save_state_pre_hook(drop_tied)
 
 
-def save_checkpoint(accelerator: Accelerator, output_dir: Path, state: dict, keep: int) -> None:
+def save_checkpoint(accelerator: Accelerator, output_dir: Path, state: dict, keep: int = 2) -> None:
     """Writes weights, optimizer, schedule, random states and `state` to a folder, renamed when whole."""
     folder = output_dir / "checkpoints" / f"step-{state['step']:08d}"
     partial_folder = folder.with_suffix(".partial")

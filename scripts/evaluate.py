@@ -7,18 +7,14 @@ Scores a saved folder, or a model of the Hub: exact match, BLEU and chrF, or per
 """
 
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 
-os.environ["OMP_WAIT_POLICY"] = os.environ.get(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch starts its threads
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its threads
 
 from accelerate import Accelerator
-from datasets import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,16 +25,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_transformer_block.arguments import HelpFormatter, flag
-from hf_transformer_block.data import read_pairs, read_texts, tokenise_stream
-from hf_transformer_block.dates import date_pairs
-from hf_transformer_block.training import (
-    bits_per_byte,
-    evaluate,
-    score_translations,
-    translate,
-    use_all_cores,
-)
+
+try:
+    from datasets import Dataset
+
+    from hf_transformer_block import training
+    from hf_transformer_block.arguments import HelpFormatter, flag
+    from hf_transformer_block.data import read_pairs, read_texts, tokenize_stream
+    from hf_transformer_block.dates import date_pairs
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
 
 
 @dataclass
@@ -70,12 +66,11 @@ def score_translation(
     else:
         pairs = read_pairs(arguments.files, arguments.source_column, arguments.target_column)
     beams = {} if arguments.num_beams is None else {"num_beams": arguments.num_beams}
-    hypotheses = translate(
-        accelerator, model, tokenizer, list(pairs["source"]), arguments.batch_size, **beams
-    )
+    sources, references = list(pairs["source"]), list(pairs["target"])
+    hypotheses = training.translate(accelerator, model, tokenizer, sources, arguments.batch_size, **beams)
     if arguments.output_file and accelerator.is_main_process:
         Path(arguments.output_file).write_text("".join(f"{line}\n" for line in hypotheses), encoding="utf-8")
-    return {"pairs": len(pairs), **score_translations(hypotheses, list(pairs["target"]))}
+    return {"pairs": len(pairs), **training.score_translations(hypotheses, references)}
 
 
 def score_text(
@@ -84,15 +79,14 @@ def score_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, float | str]:
-    """Returns how well the model predicts texts."""
+    """Returns how well the model predicts texts, in blocks as long as the model was trained on."""
     if arguments.files is None:
-        raise SystemExit("a language model is scored on texts: give --files")
+        raise ValueError("a language model is scored on texts: give --files")
     texts = read_texts(arguments.files, arguments.text_column)
-    blocks = tokenise_stream(texts, tokenizer, model.config.max_position_embeddings - 1)
-    result = evaluate(accelerator, model, blocks, arguments.batch_size, tokenizer.pad_token_id)
-    num_bytes = sum(len(text.encode()) for text in texts["text"])
-    bits = bits_per_byte(result["loss"], result["tokens"], num_bytes)
-    return {**result, "perplexity": math.exp(result["loss"]), "bits_per_byte": bits, "bytes": num_bytes}
+    blocks = tokenize_stream(texts, tokenizer, model.config.max_position_embeddings - 1)
+    return training.evaluate_text(
+        accelerator, model, blocks, texts, arguments.batch_size, tokenizer.pad_token_id
+    )
 
 
 def main() -> None:
@@ -102,13 +96,16 @@ def main() -> None:
     parser.add_argument("model", help="Folder, or id on the Hub.")
     arguments, named = parser.parse_args_into_dataclasses()
     accelerator = Accelerator()
-    use_all_cores(accelerator)
-    config = AutoConfig.from_pretrained(named.model)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = auto.from_pretrained(named.model).to(accelerator.device)
-    tokenizer = AutoTokenizer.from_pretrained(named.model)
-    score = score_translation if config.is_encoder_decoder else score_text
-    result = score(accelerator, arguments, model, tokenizer)
+    training.use_all_cores(accelerator)
+    try:
+        config = AutoConfig.from_pretrained(named.model)
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = auto.from_pretrained(named.model).to(accelerator.device)
+        tokenizer = AutoTokenizer.from_pretrained(named.model)
+        score = score_translation if config.is_encoder_decoder else score_text
+        result = score(accelerator, arguments, model, tokenizer)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"evaluate.py: {error}") from error
     if accelerator.is_main_process:
         print(json.dumps(result, indent=2, ensure_ascii=False))
 

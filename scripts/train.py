@@ -3,36 +3,28 @@ Trains a Transformer of the family and leaves a folder that AutoModel loads.
 
     accelerate launch scripts/train.py                                    dates in 16 languages -> ISO 8601
     accelerate launch scripts/train.py --config scripts/recipes/X.yaml    a recipe; flags override it
-    accelerate launch scripts/train.py --task translation --train_files my.en my.de --output_dir runs/en-de
+    accelerate launch scripts/train.py --train_files my.en my.de --output_dir runs/en-de
     accelerate launch scripts/train.py --task causal-lm --train_files my.txt --output_dir runs/writer
 """
 
 import json
-import math
 import os
 import platform
 import shlex
 import shutil
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
-os.environ["OMP_WAIT_POLICY"] = os.environ.get(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch starts its threads
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its threads
 
 import accelerate
-import jinja2
-import matplotlib.pyplot as plt
 import torch
 import transformers
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from datasets import Dataset
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 import hf_transformer_block
@@ -41,121 +33,153 @@ from hf_transformer_block import (
     TransformerBlockForCausalLM,
     TransformerBlockForConditionalGeneration,
 )
-from hf_transformer_block.arguments import RUN_FLAGS, Arguments, parse_arguments
-from hf_transformer_block.data import (
-    TOKENIZERS,
-    read_pairs,
-    read_texts,
-    tokenise_pairs,
-    tokenise_stream,
-    train_tokenizer,
-)
-from hf_transformer_block.dates import date_pairs
-from hf_transformer_block.training import (
-    bits_per_byte,
-    build_optimizer,
-    checkpoints,
-    evaluate,
-    load_checkpoint,
-    register_state,
-    save_checkpoint,
-    score_translations,
-    translate,
-    update,
-    updates,
-    use_all_cores,
-)
+
+
+try:
+    import jinja2
+    import yaml
+    from datasets import Dataset
+    from matplotlib.figure import Figure
+    from tqdm.auto import tqdm
+
+    from hf_transformer_block import training
+    from hf_transformer_block.arguments import RUN_FLAGS, Arguments, parse_arguments
+    from hf_transformer_block.data import (
+        TOKENIZERS,
+        read_pairs,
+        read_texts,
+        tokenize_pairs,
+        tokenize_stream,
+        train_tokenizer,
+    )
+    from hf_transformer_block.dates import date_pairs
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
 
 
 RECIPES = Path(__file__).parent / "recipes"
 CARD = Path(__file__).parents[1] / "model_card.md"
 
 
-def prepare_folder(arguments: Arguments, accelerator: Accelerator) -> None:
-    """Creates the output folder, or checks that the run which it holds may be continued or deleted."""
+@dataclass
+class Split:
+    """Texts as they were read, and the examples made of them."""
+
+    texts: Dataset
+    examples: Dataset
+
+
+def check_resumable(arguments: Arguments, record: Path) -> None:
+    """Raises ValueError unless the run that left `record` may be continued with these arguments."""
+    if not arguments.resume:
+        raise ValueError(f"{record.parent} holds a run: --resume continues it, --overwrite deletes it")
+    before, now = json.loads(record.read_text(encoding="utf-8")), asdict(arguments)
+    for name in sorted(set(now) - set(RUN_FLAGS)):
+        if before.get(name) != now[name]:
+            raise ValueError(f"--resume needs the run's --{name} {before.get(name)}, not {now[name]}")
+
+
+def prepare_folder(arguments: Arguments) -> None:
+    """Creates the output folder; raises ValueError if it holds something that is not to be overwritten."""
     folder = Path(arguments.output_dir)
     record = folder / "arguments.json"
-    if accelerator.is_main_process:
+    try:
         if arguments.overwrite and record.exists():
             shutil.rmtree(folder)
         if record.exists():
-            before, now = json.loads(record.read_text()), asdict(arguments)
-            if not arguments.resume:
-                raise SystemExit(f"{folder} holds a run: --resume continues it, --overwrite deletes it")
-            for name in sorted(set(now) - set(RUN_FLAGS)):
-                if before.get(name) != now[name]:
-                    raise SystemExit(f"--resume needs the run's --{name} {before.get(name)}, not {now[name]}")
-        elif folder.exists() and any(folder.iterdir()):
-            raise SystemExit(f"{folder} is not empty and holds no run: give another --output_dir")
+            check_resumable(arguments, record)
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} is there already and holds no run: give another --output_dir")
         folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(asdict(arguments), indent=2))
-    accelerator.wait_for_everyone()
+        record.write_text(json.dumps(asdict(arguments), indent=2, ensure_ascii=False), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"cannot write into {folder}: {error.strerror}; give another --output_dir"
+        ) from error
+
+
+def read_files(arguments: Arguments, files: list[str]) -> Dataset:
+    """Returns the pairs or the documents of files."""
+    if arguments.task == "translation":
+        return read_pairs(files, arguments.source_column, arguments.target_column)
+    return read_texts(files, arguments.text_column)
 
 
 def read_data(arguments: Arguments) -> dict[str, Dataset]:
-    """Returns the texts of "train", "validation" and "test"."""
+    """Returns the texts of "train", "validation" and, if there is one, "test"."""
     if arguments.train_files is None:
         sizes = {"train": 60_000, "validation": 500, "test": 2_000}
         return {split: Dataset.from_list(date_pairs(split, size)) for split, size in sizes.items()}
-
-    def read(files: list[str]) -> Dataset:
-        if arguments.task == "translation":
-            return read_pairs(files, arguments.source_column, arguments.target_column)
-        return read_texts(files, arguments.text_column)
-
-    train = read(arguments.train_files)
+    data = {"train": read_files(arguments, arguments.train_files)}
     if arguments.validation_files:
-        validation = read(arguments.validation_files)
+        data["validation"] = read_files(arguments, arguments.validation_files)
     elif arguments.task == "translation":
-        split = train.train_test_split(test_size=max(1, len(train) // 20), seed=arguments.seed)
-        train, validation = split["train"], split["test"]
-    else:
-        text = "\n".join(train["text"])
-        end = len(text) * 9 // 10
-        train, validation = (Dataset.from_dict({"text": [part]}) for part in (text[:end], text[end:]))
-    test = read(arguments.test_files) if arguments.test_files else validation
-    return {"train": train, "validation": validation, "test": test}
-
-
-def prepare_tokenizer(
-    arguments: Arguments, accelerator: Accelerator, train: Dataset
-) -> PreTrainedTokenizerBase:
-    """Returns the run's tokenizer, which the main process trains on the texts or copies from a ready one."""
-    folder = Path(arguments.output_dir)
-    if accelerator.is_main_process and not (folder / "tokenizer_config.json").exists():
-        translates = arguments.task == "translation"
-        if arguments.tokenizer in TOKENIZERS:
-            texts = (text for column in train.column_names for text in train[column])
-            tokenizer = train_tokenizer(
-                texts, arguments.tokenizer, arguments.vocab_size, arguments.max_length, ends_texts=translates
+        if len(data["train"]) < 2:
+            raise ValueError(
+                "one pair is too few to train on and to validate: give more, or --validation_files"
             )
-        else:
+        size = max(1, len(data["train"]) // 20)
+        halves = data["train"].train_test_split(test_size=size, seed=arguments.seed)
+        data = {"train": halves["train"], "validation": halves["test"]}
+    else:
+        text = "\n".join(data["train"]["text"])
+        end = len(text) * 9 // 10
+        parts = {"train": text[:end], "validation": text[end:]}
+        data = {name: Dataset.from_dict({"text": [part]}) for name, part in parts.items()}
+    if arguments.test_files:
+        data["test"] = read_files(arguments, arguments.test_files)
+    return data
+
+
+def prepare_tokenizer(arguments: Arguments, train: Dataset) -> None:
+    """Saves the run's tokenizer, trained on the texts or copied from a ready one, unless it is there."""
+    folder = Path(arguments.output_dir)
+    if (folder / "tokenizer_config.json").exists():
+        return
+    translates = arguments.task == "translation"
+    if arguments.tokenizer in TOKENIZERS:
+        texts = (text for column in train.column_names for text in train[column])
+        tokenizer = train_tokenizer(
+            texts, arguments.tokenizer, arguments.vocab_size, arguments.max_length, ends_texts=translates
+        )
+    else:
+        try:
             tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-            ends_texts = tokenizer.eos_token_id in tokenizer("a")["input_ids"][-1:]
-            if tokenizer.eos_token_id is None or (translates and not ends_texts):
-                raise SystemExit(
-                    f"the tokenizer {arguments.tokenizer} must have an eos token, and for translation end "
-                    f"every text with it: choose another, or bpe, char or word"
-                )
-        tokenizer.save_pretrained(folder)
-    accelerator.wait_for_everyone()
-    return AutoTokenizer.from_pretrained(folder)
+        except OSError as error:
+            raise ValueError(
+                f"the tokenizer {arguments.tokenizer!r} is neither bpe, char or word nor a folder or id that "
+                f"loads: {error}"
+            ) from error
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        ends_texts = tokenizer.eos_token_id in tokenizer("a")["input_ids"][-1:]
+        if tokenizer.eos_token_id is None or (translates and not ends_texts):
+            raise ValueError(
+                f"the tokenizer {arguments.tokenizer} must have an eos token, and for translation end "
+                f"every text with it: choose another, or bpe, char or word"
+            )
+    tokenizer.save_pretrained(folder)
 
 
-def tokenise(
-    arguments: Arguments, tokenizer: PreTrainedTokenizerBase, data: dict[str, Dataset]
-) -> tuple[dict[str, Dataset], dict[str, int]]:
-    """Returns the examples of every split, and how many were dropped for their length."""
-    if arguments.task == "causal-lm":
-        streams = {
-            name: tokenise_stream(texts, tokenizer, arguments.max_length) for name, texts in data.items()
+def prepare_splits(
+    arguments: Arguments, accelerator: Accelerator
+) -> tuple[dict[str, Split], PreTrainedTokenizerBase]:
+    """Returns the data and the tokenizer; the main process does the work, the others read its results."""
+    with accelerator.main_process_first():
+        data = read_data(arguments)
+        if accelerator.is_main_process:
+            prepare_tokenizer(arguments, data["train"])
+    tokenizer = AutoTokenizer.from_pretrained(arguments.output_dir)
+    tokenize = tokenize_pairs if arguments.task == "translation" else tokenize_stream
+    with accelerator.main_process_first():
+        splits = {
+            name: Split(texts, tokenize(texts, tokenizer, arguments.max_length))
+            for name, texts in data.items()
         }
-        return streams, dict.fromkeys(data, 0)
-    pairs = {name: tokenise_pairs(pairs, tokenizer, arguments.max_length) for name, pairs in data.items()}
-    return {name: kept for name, (kept, _) in pairs.items()}, {
-        name: drop for name, (_, drop) in pairs.items()
-    }
+    for name, split in splits.items():
+        dropped = len(split.texts) - len(split.examples) if arguments.task == "translation" else 0
+        too_long = f" ({dropped} of more than {arguments.max_length} tokens left out)" if dropped else ""
+        accelerator.print(f"{name}: {len(split.examples):,} examples{too_long}")
+    return splits, tokenizer
 
 
 def build_config(arguments: Arguments, **tokens: int | None) -> TransformerBlockConfig:
@@ -170,11 +194,14 @@ def build_config(arguments: Arguments, **tokens: int | None) -> TransformerBlock
         "max_position_embeddings": arguments.max_length + 1,
         **tokens,
     }
-    for override in filter(None, arguments.config_overrides.split(",")):
-        if "=" not in override:
-            raise ValueError(f"--config_overrides has {override!r} where 'key=value' belongs")
-        key, value = override.split("=", 1)
-        values[key.strip()] = yaml.safe_load(value)
+    try:
+        values |= yaml.safe_load(f"{{{arguments.config_overrides}}}")
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"--config_overrides {arguments.config_overrides!r} is no 'key: value, ...'"
+        ) from error
+    if unset := [key for key, value in values.items() if value is None and key in arguments.config_overrides]:
+        raise ValueError(f"--config_overrides gives no value for {unset[0]!r}: write 'key: value'")
     return getattr(TransformerBlockConfig, arguments.preset)(**values)
 
 
@@ -196,162 +223,147 @@ def build_model(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     return model
 
 
+def write_sample(
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[int],
+    length: int,
+) -> None:
+    """Prints how a language model goes on after the first half of `length` tokens."""
+    if not accelerator.is_main_process:
+        return
+    prompt = torch.tensor([ids[: max(1, length // 2)]], device=accelerator.device)
+    model = accelerator.unwrap_model(model)
+    was_training = model.training
+    written = model.eval().generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, max_new_tokens=max(1, length // 2)
+    )
+    model.train(was_training)
+    tqdm.write(f"  {tokenizer.decode(written[0], skip_special_tokens=True)!r}")
+
+
 @torch.random.fork_rng()
-def evaluate_run(
+def evaluate_split(
     accelerator: Accelerator,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     arguments: Arguments,
-    texts: Dataset,
-    examples: Dataset,
-    num_pairs: int,
+    split: Split,
+    num_pairs: int | None = None,
     num_beams: int = 1,
 ) -> dict[str, float | str]:
-    """Returns loss and scores on a split and prints samples; training's random state stays as it was."""
-    result = evaluate(accelerator, model, examples, arguments.eval_batch_size, tokenizer.pad_token_id)
+    """Returns loss and scores (of the first pairs) and prints samples; training's random state stays."""
+    size, pad = arguments.eval_batch_size, tokenizer.pad_token_id
     if arguments.task == "causal-lm":
-        num_bytes = sum(len(text.encode()) for text in texts["text"])
-        bits = bits_per_byte(result["loss"], result["tokens"], num_bytes)
-        show_text(accelerator, model, tokenizer, texts["text"][0][:20], arguments.max_length - 20)
-        return result | {"perplexity": math.exp(result["loss"]), "bits_per_byte": bits}
-    pairs = texts.select(range(min(len(texts), num_pairs)))
-    sources, references = list(pairs["source"]), list(pairs["target"])
-    hypotheses = translate(
-        accelerator, model, tokenizer, sources, arguments.eval_batch_size, num_beams=num_beams
-    )
-    show_translations(accelerator, sources[:4], hypotheses, references)
-    return result | score_translations(hypotheses, references)
-
-
-def show_text(
-    accelerator: Accelerator,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    length: int,
-) -> None:
-    """Prints a sampled continuation of a prompt."""
-    if accelerator.is_main_process and length > 0:
-        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(accelerator.device)
-        model = accelerator.unwrap_model(model).eval()
-        written = model.generate(**inputs, do_sample=True, max_new_tokens=length)
-        model.train()
-        tqdm.write(f"  {tokenizer.decode(written[0], skip_special_tokens=True)!r}")
-
-
-def show_translations(
-    accelerator: Accelerator, sources: list[str], hypotheses: list[str], references: list[str]
-) -> None:
-    """Prints sources with their translations."""
+        write_sample(accelerator, model, tokenizer, split.examples[0]["input_ids"], arguments.max_length)
+        return training.evaluate_text(accelerator, model, split.examples, split.texts, size, pad)
+    result = training.evaluate(accelerator, model, split.examples, size, pad)
+    pairs = split.examples[:num_pairs]
+    sources, references = pairs["source"], pairs["target"]
+    hypotheses = training.translate(accelerator, model, tokenizer, sources, size, num_beams=num_beams)
     if accelerator.is_main_process:
-        for source, hypothesis, reference in zip(sources, hypotheses, references, strict=False):
+        for source, hypothesis, reference in list(zip(sources, hypotheses, references, strict=True))[:4]:
             wrong = "" if hypothesis == reference else f"   (should be: {reference})"
             tqdm.write(f"  {source}  ->  {hypothesis}{wrong}")
+    return result | training.score_translations(hypotheses, references)
 
 
 def describe(scores: dict[str, float | str]) -> str:
-    """Returns scores in one line."""
-    return ", ".join(
-        f"{name} {score if isinstance(score, str) else format(score, '.5g')}"
-        for name, score in scores.items()
+    """Returns scores in one line; signatures are in metrics.json."""
+    return ", ".join(f"{name} {score:.5g}" for name, score in scores.items() if not isinstance(score, str))
+
+
+def prepare_training(
+    accelerator: Accelerator, arguments: Arguments, tokenizer: PreTrainedTokenizerBase
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, dict]:
+    """Returns model, optimizer, schedule and state, from the newest checkpoint or from fresh weights."""
+    model = build_model(arguments, tokenizer)
+    optimizer = training.build_optimizer(model, arguments.learning_rate, arguments.weight_decay)
+    scheduler = get_scheduler(
+        arguments.lr_scheduler_type, optimizer, arguments.warmup_steps, num_training_steps=arguments.max_steps
     )
-
-
-def plot(history: list[dict], file: Path) -> None:
-    """Draws the training curve."""
-    figure, axes = plt.subplots(figsize=(7, 4))
-    steps = [entry["step"] for entry in history]
-    axes.plot(steps, [entry["train_loss"] for entry in history], label="training")
-    axes.plot(steps, [entry["loss"] for entry in history], "o-", label="validation")
-    axes.set(xlabel="optimizer updates", ylabel="loss (nats per target token)")
-    axes.legend()
-    figure.savefig(file, dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    # the schedule is not prepared, so that it counts updates, not processes
+    model, optimizer = accelerator.prepare(model, optimizer)
+    training.register_state(accelerator, scheduler)
+    set_seed(arguments.seed, device_specific=True)
+    state = {"step": 0, "loss_sum": 0.0, "updates": 0, "history": []}
+    if arguments.resume and (found := training.checkpoints(Path(arguments.output_dir))):
+        state = training.load_checkpoint(accelerator, found[-1])
+        accelerator.print(f"continuing from {found[-1]}")
+    return model, optimizer, scheduler, state
 
 
 def train(
     accelerator: Accelerator,
     arguments: Arguments,
     tokenizer: PreTrainedTokenizerBase,
-    data: dict[str, Dataset],
-    examples: dict[str, Dataset],
+    splits: dict[str, Split],
 ) -> tuple[PreTrainedModel, list[dict]]:
-    """Trains from the newest checkpoint, or from fresh weights; returns the model and the evaluations."""
-    folder = Path(arguments.output_dir)
-    model = build_model(arguments, tokenizer)
-    optimizer = build_optimizer(model, arguments.learning_rate, arguments.weight_decay)
-    scheduler = get_scheduler(
-        arguments.lr_scheduler_type, optimizer, arguments.warmup_steps, num_training_steps=arguments.max_steps
-    )
-    model, optimizer = accelerator.prepare(model, optimizer)
-    register_state(accelerator, scheduler)  # which is not prepared: it counts updates, not processes
-    set_seed(arguments.seed, device_specific=True)
-    state = {"step": 0, "history": []}
-    if arguments.resume and (found := checkpoints(folder)):
-        state = load_checkpoint(accelerator, found[-1])
-        accelerator.print(f"continuing from {found[-1]}")
-
-    is_main = accelerator.is_main_process
-    bar = tqdm(total=arguments.max_steps, initial=state["step"], desc="train", disable=not is_main)
-    batches = updates(
+    """Trains to the end and returns the model and the evaluations."""
+    model, optimizer, scheduler, state = prepare_training(accelerator, arguments, tokenizer)
+    batches = training.updates(
         accelerator,
-        examples["train"],
+        splits["train"].examples,
         arguments.batch_size,
         arguments.micro_batch_size,
         tokenizer.pad_token_id,
         arguments.seed,
-        state["step"],
-        arguments.max_steps,
+        range(state["step"], arguments.max_steps),
     )
-    losses, tokens, started = [], 0, time.perf_counter()
+    is_main = accelerator.is_main_process
+    bar = tqdm(total=arguments.max_steps, initial=state["step"], desc="train", disable=not is_main)
     model.train()
     for step, micro_batches in enumerate(batches, start=state["step"] + 1):
-        loss, count = update(
-            accelerator,
-            model,
-            optimizer,
-            scheduler,
-            micro_batches,
-            arguments.max_grad_norm,
-            arguments.label_smoothing,
+        began = time.perf_counter()
+        loss, tokens = training.update(
+            accelerator, model, optimizer, scheduler, micro_batches, arguments.label_smoothing
         )
-        losses, tokens = [*losses, loss], tokens + count
-        bar.update()
-        speed = tokens / (time.perf_counter() - started)
+        state |= {"step": step, "loss_sum": state["loss_sum"] + loss, "updates": state["updates"] + 1}
+        speed = tokens / (time.perf_counter() - began)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} target tokens/s", refresh=False)
-        if step % arguments.eval_steps == 0 or step == arguments.max_steps:
-            scores = evaluate_run(
-                accelerator,
-                model,
-                tokenizer,
-                arguments,
-                data["validation"],
-                examples["validation"],
-                arguments.eval_pairs,
+        bar.update()
+        is_last = step == arguments.max_steps
+        if step % arguments.eval_steps == 0 or is_last:
+            scores = evaluate_split(
+                accelerator, model, tokenizer, arguments, splits["validation"], arguments.eval_pairs
             )
-            entry = {"step": step, "train_loss": sum(losses) / len(losses), **scores}
-            state["history"].append(entry)
+            entry = {"step": step, "train_loss": state["loss_sum"] / state["updates"], **scores}
+            state |= {"loss_sum": 0.0, "updates": 0, "history": [*state["history"], entry]}
             if is_main:
                 tqdm.write(describe(entry))
-            losses, tokens, started = [], 0, time.perf_counter()
-        if step % arguments.save_steps == 0 or step == arguments.max_steps:
-            save_checkpoint(accelerator, folder, state | {"step": step}, arguments.save_total_limit)
+        if step % arguments.save_steps == 0 or is_last:
+            training.save_checkpoint(accelerator, Path(arguments.output_dir), state)
     bar.close()
     return model, state["history"]
 
 
+def plot(history: list[dict], file: Path) -> None:
+    """Draws the training curve."""
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    steps = [entry["step"] for entry in history]
+    axes.plot(steps, [entry["train_loss"] for entry in history], ".-", label="training")
+    axes.plot(steps, [entry["loss"] for entry in history], "o-", label="validation")
+    axes.set(xlabel="optimizer updates", ylabel="loss (nats per target token)")
+    axes.legend()
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+
+
 def write_records(
-    arguments: Arguments, accelerator: Accelerator, model: PreTrainedModel, metrics: dict, example: str
+    arguments: Arguments, accelerator: Accelerator, model: PreTrainedModel, results: dict, example: str
 ) -> None:
     """Writes metrics.json, the training curve and the model card beside the weights."""
     folder = Path(arguments.output_dir)
     versions = {"python": platform.python_version(), "hf_transformer_block": hf_transformer_block.__version__}
     versions |= {module.__name__: module.__version__ for module in (torch, transformers, accelerate)}
-    metrics |= {
+    flags = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    metrics = {
+        **results,
         "parameters": model.num_parameters(),
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
-        "command": shlex.join(["accelerate", "launch", *sys.argv]),
+        "command": shlex.join(["scripts/train.py", *flags]),
         "versions": versions,
     }
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -373,48 +385,39 @@ def main() -> None:
     began = time.perf_counter()
     arguments = parse_arguments(__doc__, RECIPES)
     accelerator = Accelerator()
-    use_all_cores(accelerator)
+    training.use_all_cores(accelerator)
     set_seed(arguments.seed)
+    processes = accelerator.num_processes
     try:
         build_config(arguments, vocab_size=arguments.vocab_size)  # before any long work
-        prepare_folder(arguments, accelerator)
-        with accelerator.main_process_first():
-            data = read_data(arguments)
-        tokenizer = prepare_tokenizer(arguments, accelerator, data["train"])
-        with accelerator.main_process_first():
-            examples, dropped = tokenise(arguments, tokenizer, data)
+        if arguments.batch_size < processes:
+            raise ValueError(f"--batch_size {arguments.batch_size} leaves some of {processes} processes idle")
+        if accelerator.is_main_process:
+            prepare_folder(arguments)
+        accelerator.wait_for_everyone()
+        splits, tokenizer = prepare_splits(arguments, accelerator)
     except ValueError as error:
         raise SystemExit(f"train.py: {error}") from error
-    sizes = ", ".join(f"{len(examples[name])} {name} ({dropped[name]} too long)" for name in examples)
-    processes = f"{accelerator.num_processes} process(es) on {accelerator.device.type}"
     accelerator.print(
-        f"{arguments.task}, examples: {sizes}; {len(tokenizer)} tokens; {processes} "
+        f"{arguments.task}, {len(tokenizer)} tokens; {processes} process(es) on {accelerator.device.type} "
         f"({accelerator.distributed_type.value}), {torch.get_num_threads()} threads each, mixed precision "
         f"{accelerator.mixed_precision}"
     )
-    model, history = train(accelerator, arguments, tokenizer, data, examples)
-    test = evaluate_run(
-        accelerator,
-        model,
-        tokenizer,
-        arguments,
-        data["test"],
-        examples["test"],
-        len(data["test"]),
-        arguments.num_beams,
+    model, history = train(accelerator, arguments, tokenizer, splits)
+    name = "test" if "test" in splits else "validation"
+    scores = evaluate_split(
+        accelerator, model, tokenizer, arguments, splits[name], num_beams=arguments.num_beams
     )
-    state_dict = accelerator.get_state_dict(model)
+    state_dict, folder = accelerator.get_state_dict(model), arguments.output_dir
     model = accelerator.unwrap_model(model)
-    model.save_pretrained(
-        arguments.output_dir, is_main_process=accelerator.is_main_process, state_dict=state_dict
-    )
+    model.save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=state_dict)
     if accelerator.is_main_process:
         seconds = round(time.perf_counter() - began)
-        metrics = {"test": test, "history": history, "seconds": seconds}
-        example = next(iter(data["test"][0].values()))[:60]
-        write_records(arguments, accelerator, model, metrics, example)
-        print(f"test: {describe(test)}")
-        print(f"{model.num_parameters():,} parameters, {seconds} s; saved in {arguments.output_dir}")
+        results = {"split": name, "scores": scores, "history": history, "seconds": seconds}
+        example = next(iter(splits[name].texts[0].values()))[:60]
+        write_records(arguments, accelerator, model, results, example)
+        print(f"{name}: {describe(scores)}")
+        print(f"{model.num_parameters():,} parameters, {seconds} s; saved in {folder}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -14,8 +14,8 @@ from hf_transformer_block.data import (
     collate,
     read_pairs,
     read_texts,
-    tokenise_pairs,
-    tokenise_stream,
+    tokenize_pairs,
+    tokenize_stream,
     train_tokenizer,
 )
 
@@ -74,15 +74,42 @@ def test_windows_line_ends_and_byte_order_mark(tmp_path):
     assert list(read_texts([str(file)])["text"]) == ["one\ntwo\n"]
 
 
+def test_table_cells_stay_texts(tmp_path):
+    rows = [("007", "NA"), ("1.50", "null"), ("True", "1e3")]
+    for kind, separator in (("csv", ","), ("tsv", "\t")):
+        lines = [separator.join(row) for row in [("source", "target"), *rows]]
+        assert as_pairs(read_pairs([write(tmp_path / f"x.{kind}", "\n".join(lines))])) == rows
+    numbers = write(tmp_path / "x.jsonl", '{"source": "a", "target": "b"}\n{"source": "c", "target": null}')
+    with pytest.raises(ValueError, match="None instead of a text in column 'target' of row 2"):
+        read_pairs([numbers])
+
+
+def test_parallel_files_keep_empty_last_lines(tmp_path):
+    sides = [write(tmp_path / name, text) for name, text in (("a", "one\n\n"), ("b", "eins\nzwei\n"))]
+    assert as_pairs(read_pairs(sides)) == [("one", "eins"), ("", "zwei")]
+
+
+def test_broken_files_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.csv has 1 columns, not 2, in row 3: \['alone'\]"):
+        read_pairs([write(tmp_path / "x.csv", "source,target\na,b\nalone")])
+    with pytest.raises(ValueError, match=r"cannot read .*x\.jsonl: "):
+        read_pairs([write(tmp_path / "x.jsonl", '{"source": "a"')])
+    (tmp_path / "x.txt.gz").write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match=r"x\.txt\.gz is no whole gzip file"):
+        read_texts([str(tmp_path / "x.txt.gz")])
+    with pytest.raises(ValueError, match="cannot read .*: Is a directory"):
+        read_texts([str(tmp_path)])
+
+
 def test_bad_files_are_refused_by_name(tmp_path):
     short, long = write(tmp_path / "a.en", "one\ntwo"), write(tmp_path / "a.de", "eins\nzwei\ndrei")
     with pytest.raises(ValueError, match=r"a\.en has 2 lines but .*a\.de has 3: line n of one must be"):
         read_pairs([short, long])
-    with pytest.raises(ValueError, match=r"there is no file .*missing\.txt"):
+    with pytest.raises(ValueError, match=r"cannot read .*missing\.txt: No such file"):
         read_texts([str(tmp_path / "missing.txt")])
     with pytest.raises(ValueError, match=r"empty\.txt is empty"):
         read_texts([write(tmp_path / "empty.txt", " \n")])
-    with pytest.raises(ValueError, match="one file with two columns or two parallel files, not 3"):
+    with pytest.raises(ValueError, match="two parallel text files, not .*for --task causal-lm"):
         read_pairs([short, long, short])
     latin = tmp_path / "latin.txt"
     latin.write_bytes("Käse".encode("latin-1"))
@@ -120,14 +147,14 @@ def test_an_unknown_tokenizer_is_refused():
         train_tokenizer(iter(["x"]), "bbpe", 300, 64, ends_texts=False)
 
 
-def test_long_pairs_are_dropped_and_counted():
+def test_long_pairs_are_left_out_with_their_texts():
     tokenizer = train_tokenizer(iter(["abcdefgh"]), "char", 50, 6, ends_texts=True)
     pairs = Dataset.from_dict({"source": ["abc", "abcdef", "a"], "target": ["ab", "a", "abcdef"]})
-    kept, dropped = tokenise_pairs(pairs, tokenizer, 6)
-    assert (len(kept), dropped) == (1, 2)
+    kept = tokenize_pairs(pairs, tokenizer, 6)
+    assert as_pairs(kept) == [("abc", "ab")]
     assert kept[0]["length"] == len(kept[0]["input_ids"]) + len(kept[0]["labels"]) == 4 + 3
-    with pytest.raises(ValueError, match="all 3 pairs are longer than max_length=1"):
-        tokenise_pairs(pairs, tokenizer, 1)
+    with pytest.raises(ValueError, match="all 3 pairs are longer than 1 tokens: raise --max_length"):
+        tokenize_pairs(pairs, tokenizer, 1)
 
 
 def test_blocks_predict_every_token_of_the_stream_once():
@@ -135,14 +162,14 @@ def test_blocks_predict_every_token_of_the_stream_once():
     texts = Dataset.from_dict({"text": ["abcde", "fghij"]})
     stream = [*tokenizer("abcde")["input_ids"], 2, *tokenizer("fghij")["input_ids"], 2]
     for max_length in (1, 4, 5, 11, 20):
-        blocks = tokenise_stream(texts, tokenizer, max_length)["input_ids"]
+        blocks = tokenize_stream(texts, tokenizer, max_length)["input_ids"]
         assert all(len(block) <= max_length + 1 for block in blocks)
         assert [token for block in blocks for token in block[1:]] == stream[1:]
 
 
 def test_each_epoch_holds_every_example_once():
     lengths = [1 + index % 7 for index in range(40)]
-    batches = list(UpdateSampler(lengths, 8, seed=3, start=0, stop=20, pool=5))  # a pool is an epoch here
+    batches = list(UpdateSampler(lengths, 8, seed=3, numbers=range(20), pool=5))  # a pool is an epoch here
     epochs = [sum(batches[start : start + 5], []) for start in range(0, 20, 5)]
     assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
     assert epochs[0] != epochs[1]
@@ -151,9 +178,9 @@ def test_each_epoch_holds_every_example_once():
 @pytest.mark.parametrize("num_processes", [2, 3, 8])
 def test_processes_share_the_batch_of_one_process(num_processes):
     lengths = [1 + index % 9 for index in range(50)]
-    whole = list(UpdateSampler(lengths, 8, seed=1, start=0, stop=30, pool=4))
+    whole = list(UpdateSampler(lengths, 8, seed=1, numbers=range(30), pool=4))
     shares = [
-        list(UpdateSampler(lengths, 8, 1, 0, 30, rank, num_processes, pool=4))
+        list(UpdateSampler(lengths, 8, 1, range(30), rank, num_processes, pool=4))
         for rank in range(num_processes)
     ]
     for update, batch in enumerate(whole):
@@ -163,16 +190,16 @@ def test_processes_share_the_batch_of_one_process(num_processes):
 @pytest.mark.parametrize("start", [1, 7, 23])
 def test_updates_continue_at_any_number(start):
     lengths = [1 + index % 9 for index in range(21)]  # an epoch ends inside a batch
-    whole = list(UpdateSampler(lengths, 8, seed=1, start=0, stop=30, pool=4))
-    assert list(UpdateSampler(lengths, 8, seed=1, start=start, stop=30, pool=4)) == whole[start:]
-    assert list(UpdateSampler(lengths, 8, seed=2, start=start, stop=30, pool=4)) != whole[start:]
+    whole = list(UpdateSampler(lengths, 8, seed=1, numbers=range(30), pool=4))
+    assert list(UpdateSampler(lengths, 8, seed=1, numbers=range(start, 30), pool=4)) == whole[start:]
+    assert list(UpdateSampler(lengths, 8, seed=2, numbers=range(start, 30), pool=4)) != whole[start:]
 
 
 def test_batches_hold_examples_of_about_one_length():
     lengths = torch.randint(1, 100, (1000,)).tolist()
-    batches = list(UpdateSampler(lengths, 10, seed=0, start=0, stop=50))
+    batches = list(UpdateSampler(lengths, 10, seed=0, numbers=range(50)))
     spread = [max(lengths[i] for i in batch) - min(lengths[i] for i in batch) for batch in batches]
-    assert sum(spread) / len(spread) < 10  # 100 without sorting
+    assert sum(spread) / len(spread) < 3  # about 80 without sorting
 
 
 def test_collate_pads_inputs_and_labels():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import tiny_config
+from test_scripts import TWO_PROCESSES
 
 from hf_transformer_block import TransformerBlockForConditionalGeneration
 from hf_transformer_block.data import train_tokenizer
@@ -39,17 +40,21 @@ def test_commands_use_flags_and_files_that_exist(monkeypatch):
     from hf_transformer_block.arguments import parse_arguments
 
     assert len(COMMANDS) == 6
-    assert COMMANDS[0].startswith(
-        'pip install -c constraints.txt -e ".[train]" && accelerate launch scripts/train.py'
-    )
-    assert COMMANDS[1] == 'pip install -c constraints.txt -e ".[test]" && pytest'
+    install = 'pip install -c constraints.txt -e ".[train]" && accelerate launch scripts/train.py'
+    assert COMMANDS[:2] == [install, 'pip install -c constraints.txt -e ".[test]" && pytest']
+    assert TWO_PROCESSES in COMMANDS[5]  # which test_scripts runs
+    evaluate_flags = Path(ROOT / "scripts" / "evaluate.py").read_text(encoding="utf-8")
     for command in COMMANDS:
         words = shlex.split(command)
-        scripts = [word for word in words if word.endswith(".py")]
-        assert all((ROOT / script).is_file() for script in scripts)
-        if scripts == ["scripts/train.py"]:
-            monkeypatch.setattr(sys, "argv", words[words.index("scripts/train.py") :])
+        script = next((word for word in words if word.endswith(".py")), None)
+        if script == "scripts/train.py":
+            monkeypatch.setattr(sys, "argv", words[words.index(script) :])
             parse_arguments("", ROOT / "scripts" / "recipes")
+        elif script is not None:
+            assert script == "scripts/evaluate.py"
+            flags = [word.removeprefix("--") for word in words if word.startswith("--")]
+            assert flags
+            assert all(f"    {flag}: " in evaluate_flags for flag in flags)
 
 
 def test_paths_exist():

@@ -21,7 +21,7 @@ DATA = Path(os.environ.get("HFTB_DATA", ROOT.parent / "shared" / "data"))
 TWO_PROCESSES = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
 TINY = (
     "--hidden_size 32 --num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 32 --batch_size 16 "
-    "--warmup_steps 5 --max_length 24 --eval_steps 8 --eval_pairs 4"
+    "--warmup_steps 5 --max_length 24 --eval_steps 8 --eval_pairs 3 --seed 3"
 )
 needs_shakespeare = pytest.mark.skipif(
     not (DATA / "tinyshakespeare").is_dir(),
@@ -96,11 +96,16 @@ def test_help_teaches_the_flags_with_their_defaults(script, default):
         ("--config nowhere.yaml", "there is no recipe nowhere.yaml (the project's own: "),
         ("--learning_rates 3", "--learning_rates is unknown; did you mean '--learning_rate'?"),
         ("--config BAD", "unknown key 'learning_rat'; did you mean 'learning_rate'?"),
+        ("--config FAST", "argument --learning_rate"),
+        ("--eval_pairs 0", "--eval_pairs 0 must be at least 1"),
+        ("--resume --overwrite", "give one of them"),
     ],
 )
 def test_bad_flags_are_refused_by_name(train_script, arguments, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.yaml").write_text("learning_rat: 3\n")
-    arguments = arguments.replace("BAD", str(tmp_path / "bad.yaml"))
+    (tmp_path / "fast.yaml").write_text("learning_rate: fast\n")
+    for name in ("bad", "fast"):
+        arguments = arguments.replace(name.upper(), str(tmp_path / f"{name}.yaml"))
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments.split()])
     with pytest.raises(SystemExit):
         train_script.parse_arguments("", train_script.RECIPES)
@@ -111,8 +116,9 @@ def test_bad_flags_are_refused_by_name(train_script, arguments, message, tmp_pat
     ("flags", "message"),
     [
         ({"hidden_size": 30}, "hidden_size=30 is not divisible by num_attention_heads=4"),
-        ({"config_overrides": "qk_nrom=true"}, "has no field 'qk_nrom'; did you mean 'qk_norm'?"),
-        ({"config_overrides": "qk_norm"}, "--config_overrides has 'qk_norm' where 'key=value' belongs"),
+        ({"config_overrides": "qk_nrom: true"}, "has no field 'qk_nrom'; did you mean 'qk_norm'?"),
+        ({"config_overrides": "qk_norm"}, "--config_overrides gives no value for 'qk_norm'"),
+        ({"config_overrides": "a: ]"}, "--config_overrides 'a: ]' is no 'key: value, ...'"),
     ],
 )
 def test_models_that_cannot_be_are_refused(train_script, flags, message):
@@ -121,10 +127,14 @@ def test_models_that_cannot_be_are_refused(train_script, flags, message):
 
 
 def test_the_command_line_overrides_the_recipe(train_script, tmp_path, monkeypatch):
-    (tmp_path / "x.yaml").write_text("learning_rate: 3.0e-3\nmax_steps: 7\ntrain_files: [a, b]\n")
+    recipe = (
+        "learning_rate: 3.0e-3\nmax_steps: 7\ntrain_files: [a, b]\nmicro_batch_size: null\nresume: true\n"
+    )
+    (tmp_path / "x.yaml").write_text(recipe)
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(tmp_path / "x.yaml"), "--max-steps", "9"])
     arguments = train_script.parse_arguments("", train_script.RECIPES)
     assert (arguments.learning_rate, arguments.max_steps, arguments.train_files) == (3e-3, 9, ["a", "b"])
+    assert arguments.resume
     assert arguments.batch_size == train_script.Arguments().batch_size
 
 
@@ -132,7 +142,7 @@ def test_a_missing_file_is_one_clear_line(tmp_path):
     flags = f"--train_files {tmp_path / 'nowhere.txt'} --task causal-lm --output_dir {tmp_path / 'out'}"
     done = run([sys.executable, "scripts/train.py", *flags.split()])
     assert done.returncode != 0
-    assert f"train.py: there is no file {tmp_path / 'nowhere.txt'}" in done.stdout
+    assert f"train.py: cannot read {tmp_path / 'nowhere.txt'}: No such file or directory" in done.stdout
     assert "Traceback" not in done.stdout
 
 
@@ -148,7 +158,12 @@ def test_recipes_hold_only_flags():
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_save_one_folder(pairs, tmp_path):
-    flags = f"{pairs} {TINY} --max_steps 24 --dropout 0"
+    files = pairs.split(" --")[0].removeprefix("--train_files ")
+    flags = (
+        f"{pairs} {TINY} --max_steps 24 --dropout 0 --validation_files {files} --test_files {files} "
+        f"--num_beams 2 --label_smoothing 0.1 --lr_scheduler_type linear --micro_batch_size 5 "
+        f"--eval_batch_size 7"
+    )
     one = train(f"{flags} --output_dir {tmp_path / 'one'}")
     two = train(f"{flags} --output_dir {tmp_path / 'two'}", TWO_PROCESSES)
     assert "1 process(es) on cpu (NO)" in one
@@ -161,6 +176,29 @@ def test_two_processes_train_as_one_and_save_one_folder(pairs, tmp_path):
             assert after[loss] == pytest.approx(before[loss], abs=2e-4)
     assert {f.name for f in (tmp_path / "one").iterdir()} == {f.name for f in (tmp_path / "two").iterdir()}
     assert two.count("saved in") == 1
+    assert metrics[0]["split"] == "test"
+    assert "On the test split" in (tmp_path / "one" / "README.md").read_text()
+    assert str(tmp_path) not in (tmp_path / "one" / "README.md").read_text()
+    config = json.loads((tmp_path / "one" / "generation_config.json").read_text())
+    assert (config["num_beams"], config["max_new_tokens"]) == (2, 24)
+
+
+@pytest.mark.slow
+def test_texts_longer_than_the_positions_do_not_end_a_run(pairs, tmp_path):
+    long = " ".join(["nine"] * 60)
+    (tmp_path / "a.txt").write_text(f"one two\n{long}\nthree\n")
+    (tmp_path / "b.txt").write_text("two one\nnine\nthree\n")
+    files = f"--validation_files {tmp_path / 'a.txt'} {tmp_path / 'b.txt'} --preset vaswani"
+    printed = train(f"{pairs} {files} {TINY} --max_steps 8 --output_dir {tmp_path / 'pairs'}")
+    assert "validation: 2 examples (1 of more than 24 tokens left out)" in printed
+    (tmp_path / "text.txt").write_text("\u732b\u304c\u597d\u304d\u3002" * 99, encoding="utf-8")
+    flags = f"--task causal-lm --train_files {tmp_path / 'text.txt'} --preset vaswani --vocab_size 300"
+    train(f"{flags} {TINY} --max_steps 8 --output_dir {tmp_path / 'writer'}")
+    evaluate = [sys.executable, "scripts/evaluate.py", str(tmp_path / "writer"), "--files"]
+    evaluated = run([*evaluate, str(tmp_path / "text.txt")])
+    assert '"bits_per_byte"' in evaluated.stdout
+    missing = run([*evaluate, "nowhere.txt"])
+    assert "evaluate.py: cannot read nowhere.txt: No such file" in missing.stdout
 
 
 @pytest.mark.slow
@@ -178,21 +216,29 @@ def test_a_killed_run_resumes_to_the_same_weights(pairs, tmp_path, launch):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    deadline = time.monotonic() + 300
     while not list(folder.glob("checkpoints/step-*[0-9]")):
         assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not (folder / "model.safetensors").exists()
 
     again = run(command(f"{flags} {folder}", launch))
-    assert f"{folder} holds a run: --resume continues it, --overwrite deletes it" in again.stdout
+    assert f"train.py: {folder} holds a run: --resume continues it, --overwrite deletes it" in again.stdout
     other = run(command(f"{flags} {folder} --resume --learning_rate 5", launch))
     assert "--resume needs the run's --learning_rate 0.001, not 5.0" in other.stdout
     assert "continuing from" in train(f"{flags} {folder} --resume", launch)
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    whole, resumed = (json.loads((tmp_path / n / "metrics.json").read_text()) for n in ("whole", "killed"))
+    assert whole["history"] == resumed["history"]
+    assert whole["scores"] == resumed["scores"]
+    assert len(list(folder.glob("checkpoints/*"))) == 2
+    train(f"{flags} {folder} --overwrite --max_steps 1", launch)
+    assert [c.name for c in folder.glob("checkpoints/*")] == ["step-00000001"]
 
 
 @pytest.mark.slow
@@ -200,9 +246,9 @@ def test_the_main_job_reads_dates_it_never_saw(tmp_path):
     folder = tmp_path / "dates"
     train(f"--output_dir {folder}")
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["test"]["exact_match"] >= 99
+    assert metrics["scores"]["exact_match"] >= 99
     done = run([sys.executable, "scripts/evaluate.py", str(folder)])
-    assert f'"exact_match": {metrics["test"]["exact_match"]}' in done.stdout
+    assert f'"exact_match": {metrics["scores"]["exact_match"]}' in done.stdout
 
     code = """
 import importlib.util, sys
@@ -240,8 +286,8 @@ def test_the_shakespeare_recipe_beats_the_published_loss(tmp_path):
     folder = tmp_path / "shakespeare"
     train(f"--config scripts/recipes/shakespeare-char.yaml --output_dir {folder}", HFTB_DATA=str(DATA))
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["test"]["tokens"] == 111_540  # the whole validation text
-    assert metrics["test"]["loss"] <= 1.80  # nats per character; nanoGPT publishes 1.88
+    assert metrics["scores"]["tokens"] == 111_540  # the whole validation text
+    assert metrics["scores"]["loss"] <= 1.80  # nats per character; nanoGPT publishes 1.88
     text = tmp_path / "text.txt"
     text.write_text("ROMEO:\nIs the day so young?\n")
     done = run([sys.executable, "scripts/evaluate.py", str(folder), "--files", str(text)])

@@ -67,8 +67,8 @@ def test_an_update_does_not_depend_on_its_micro_batches(accelerator, architectur
         model, optimizer, scheduler = trainer(
             accelerator, architecture, optimizer=lambda model, rate: torch.optim.SGD(model.parameters(), rate)
         )
-        for batch in updates(accelerator, dataset, 16, micro_batch_size, 0, seed=0, start=0, stop=3):
-            loss, tokens = update(accelerator, model, optimizer, scheduler, batch, 1.0, label_smoothing)
+        for batch in updates(accelerator, dataset, 16, micro_batch_size, 0, seed=0, numbers=range(3)):
+            loss, tokens = update(accelerator, model, optimizer, scheduler, batch, label_smoothing)
         weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
         losses.append(loss)
     for other in range(1, 4):
@@ -86,7 +86,7 @@ def test_an_update_reports_the_mean_loss_per_target_token(accelerator):
         for row, example in enumerate(examples)
         for position in range(len(example["input_ids"]) - 1)
     ]
-    loss, tokens = update(accelerator, model, optimizer, scheduler, [batch], 1.0, 0.0)
+    loss, tokens = update(accelerator, model, optimizer, scheduler, [batch])
     assert tokens == len(expected) == 1 + 4 + 8
     assert loss == pytest.approx(sum(expected).item() / tokens, abs=1e-6)
 
@@ -148,8 +148,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(architecture, tmp_path):
         torch.manual_seed(1)
         if resume:
             assert load_checkpoint(accelerator, checkpoints(tmp_path)[-1])["history"] == [start]
-        for batch in updates(accelerator, dataset, 4, None, 0, seed=0, start=start, stop=stop):
-            update(accelerator, model, optimizer, scheduler, batch, 1.0, 0.1)
+        for batch in updates(accelerator, dataset, 4, None, 0, seed=0, numbers=range(start, stop)):
+            update(accelerator, model, optimizer, scheduler, batch, 0.1)
         save_checkpoint(accelerator, tmp_path, {"step": stop, "history": [stop]}, keep=2)
         return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
