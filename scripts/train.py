@@ -25,6 +25,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 import hf_transformer_block
@@ -202,7 +203,10 @@ def build_config(arguments: Arguments, **tokens: int | None) -> TransformerBlock
         ) from error
     if unset := [key for key, value in values.items() if value is None and key in arguments.config_overrides]:
         raise ValueError(f"--config_overrides gives no value for {unset[0]!r}: write 'key: value'")
-    return getattr(TransformerBlockConfig, arguments.preset)(**values)
+    try:
+        return getattr(TransformerBlockConfig, arguments.preset)(**values)
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__)) from error
 
 
 def build_model(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -116,6 +116,7 @@ def test_bad_flags_are_refused_by_name(train_script, arguments, message, tmp_pat
     ("flags", "message"),
     [
         ({"hidden_size": 30}, "hidden_size=30 is not divisible by num_attention_heads=4"),
+        ({"dropout": 2.0}, "dropout=2.0 must be at least 0 and below 1"),
         ({"config_overrides": "qk_nrom: true"}, "has no field 'qk_nrom'; did you mean 'qk_norm'?"),
         ({"config_overrides": "qk_norm"}, "--config_overrides gives no value for 'qk_norm'"),
         ({"config_overrides": "a: ]"}, "--config_overrides 'a: ]' is no 'key: value, ...'"),
