@@ -103,7 +103,10 @@ def recipe_flags(parser: HfArgumentParser, recipe: Path, recipes: Path) -> list[
     if not recipe.is_file():
         known = ", ".join(sorted(map(str, recipes.glob("*.yaml"))))
         parser.error(f"there is no recipe {recipe} (the project's own: {known})")
-    text = recipe.read_text(encoding="utf-8").replace("${HFTB_DATA}", os.environ.get("HFTB_DATA", DATA))
+    text, folder = recipe.read_text(encoding="utf-8"), os.environ.get("HFTB_DATA", DATA)
+    if "${HFTB_DATA}" in text and not Path(folder).is_dir():
+        parser.error(f"{recipe} reads data from the folder that HFTB_DATA names, and {folder} is no folder")
+    text = text.replace("${HFTB_DATA}", folder)
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -129,6 +132,11 @@ def check_arguments(parser: HfArgumentParser, arguments: Arguments) -> None:
     for name in COUNTS:
         if (value := getattr(arguments, name)) is not None and value < 1:
             parser.error(f"--{name} {value} must be at least 1")
+    if not arguments.learning_rate > 0:
+        parser.error(f"--learning_rate {arguments.learning_rate} must be above 0")
+    for name in ("warmup_steps", "weight_decay", "label_smoothing", "dropout"):
+        if not (value := getattr(arguments, name)) >= 0:
+            parser.error(f"--{name} {value} must not be negative")
     if arguments.resume and arguments.overwrite:
         parser.error("--resume goes on with a run and --overwrite deletes it: give one of them")
 

@@ -294,9 +294,11 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         for field in ("dropout", "attention_dropout", "classifier_dropout"):
             if (value := getattr(self, field)) is not None and not 0 <= value < 1:
                 raise ValueError(f"{field}={value} must be at least 0 and below 1")
-        if self.norm_eps < 0:
+        if not self.norm_eps >= 0:
             raise ValueError(f"norm_eps={self.norm_eps} must not be negative")
-        if self.initializer_range <= 0:
+        if self.num_labels < 1:
+            raise ValueError(f"num_labels={self.num_labels} must be at least 1")
+        if not self.initializer_range > 0:
             raise ValueError(f"initializer_range={self.initializer_range} must be above 0")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -369,6 +371,9 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         if rope_type not in known:
             hint = nearest(str(rope_type), known)
             raise ValueError(f"rope_type={rope_type!r} is unknown{hint} (known: {', '.join(known)})")
+        for name in ("rope_theta", "factor"):
+            if (value := (self.rope_parameters or {}).get(name, 1.0)) is not None and not value > 0:
+                raise ValueError(f"{name}={value} in rope_parameters must be above 0")
         super().validate_rope()
 
 

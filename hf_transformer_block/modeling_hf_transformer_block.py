@@ -394,15 +394,14 @@ def reads_values(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
-def check_inputs(
+def check_tokens(
     config: TransformerBlockConfig,
     input_ids: torch.Tensor | None,
     inputs_embeds: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    past_length: int | torch.Tensor,
+    position_ids: torch.Tensor | None,
 ) -> None:
     """
-    Raises ValueError, with the numbers, for ids outside the vocabulary and masks of a wrong shape or dtype.
+    Raises ValueError, with the numbers, for wrong shapes and for ids outside the vocabulary.
 
     Values are read on the CPU only, where it costs microseconds; on an accelerator it would stall the queue.
     """
@@ -410,7 +409,15 @@ def check_inputs(
         raise ValueError(
             "give either input_ids or inputs_embeds (decoder_... for the target), not both and not neither"
         )
-    batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+    tokens = inputs_embeds if input_ids is None else input_ids
+    if tokens.ndim != (3 if input_ids is None else 2):
+        raise ValueError(
+            f"input_ids are (batch, length) and inputs_embeds (batch, length, hidden_size), not "
+            f"{tuple(tokens.shape)}"
+        )
+    batch, length = tokens.shape[:2]
+    if position_ids is not None and tuple(position_ids.shape) not in ((batch, length), (1, length)):
+        raise ValueError(f"position_ids have shape {tuple(position_ids.shape)}, not ({batch}, {length})")
     if input_ids is not None and input_ids.numel() and reads_values(input_ids):
         lowest, highest = (int(bound) for bound in torch.aminmax(input_ids))
         if lowest < 0 or highest >= config.vocab_size:
@@ -419,23 +426,40 @@ def check_inputs(
                 f"{config.vocab_size - 1}); use the tokenizer saved with the model, or "
                 f"model.resize_token_embeddings"
             )
+
+
+def check_mask(
+    config: TransformerBlockConfig,
+    attention_mask: torch.Tensor | None,
+    batch: int,
+    length: int,
+    past_length: int | None,
+) -> None:
+    """Raises ValueError, with the numbers, for a mask of a wrong shape or dtype; `past_length` None: any."""
     if not isinstance(attention_mask, torch.Tensor):
         return
     shape = tuple(attention_mask.shape)
-    if attention_mask.ndim == 4 and shape[0] in (1, batch) and shape[2] == length:
+    fits = past_length is None or shape[-1] == past_length + length
+    if attention_mask.ndim == 2 and shape[0] == batch and fits:
+        return
+    heads = (1, config.num_attention_heads)
+    if (
+        attention_mask.ndim == 4
+        and shape[0] in (1, batch)
+        and shape[1] in heads
+        and shape[2] == length
+        and fits
+    ):
         if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
             raise ValueError(
                 f"a 4-dimensional attention_mask of {attention_mask.dtype} is ambiguous; give a boolean one "
                 f"(True: may see) or a floating one that is added to the scores"
             )
         return
-    # reading the length of a static cache would break its graph
-    is_static = isinstance(past_length, torch.Tensor)
-    if attention_mask.ndim != 2 or shape[0] != batch or not (is_static or shape[1] == past_length + length):
-        raise ValueError(
-            f"attention_mask has shape {shape}; give (batch, cached + new tokens) = ({batch}, {past_length} "
-            f"+ {length}) with 1 for real tokens, or (batch, 1 or heads, {length}, source length)"
-        )
+    raise ValueError(
+        f"attention_mask has shape {shape}; give (batch, cached + new tokens) = ({batch}, {past_length} + "
+        f"{length}) with 1 for real tokens, or (batch, 1 or {heads[1]} heads, {length}, cached + new tokens)"
+    )
 
 
 def count_positions(
@@ -443,7 +467,7 @@ def count_positions(
 ) -> torch.Tensor:
     """Returns the positions of `length` new tokens: (B, L), padding not counted; (1, L) without any."""
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        positions = (attention_mask.to(device, torch.long).cumsum(dim=-1) - 1).clamp(min=0)
+        positions = ((attention_mask.to(device) != 0).cumsum(dim=-1) - 1).clamp(min=0)
         if isinstance(past_length, int):
             return positions[:, past_length : past_length + length]
         return positions[:, -length:]
@@ -524,12 +548,14 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
     def add_positions(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Adds sinusoidal or learned positions (B, L) -> (B, L, D); raises ValueError beyond the last."""
         limit = self.config.max_position_embeddings
-        if position_ids.numel() and reads_values(position_ids) and (last := int(position_ids.max())) >= limit:
-            raise ValueError(
-                f"position {last} is beyond max_position_embeddings={limit} of "
-                f"{self.config.position_embedding!r} positions: shorten the input to {limit} tokens, or "
-                f"train with a larger max_position_embeddings"
-            )
+        if position_ids.numel() and reads_values(position_ids):
+            first, last = (int(bound) for bound in torch.aminmax(position_ids))
+            if first < 0 or last >= limit:
+                raise ValueError(
+                    f"position {first if first < 0 else last} is outside 0 to {limit - 1}, the positions of "
+                    f"max_position_embeddings={limit}: shorten the input to {limit} tokens, or train with a "
+                    f"larger max_position_embeddings"
+                )
         if self.config.position_embedding == "learned":
             return hidden_states + self.embed_positions(position_ids)
         positions = sinusoidal_positions(position_ids, self.config.hidden_size)
@@ -555,8 +581,10 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         # the paged cache of continuous batching has no single length; its caller gives positions and masks
         past_length = own_cache.get_seq_length() if hasattr(own_cache, "get_seq_length") else 0
-        check_inputs(self.config, input_ids, inputs_embeds, attention_mask, past_length)
+        check_tokens(self.config, input_ids, inputs_embeds, position_ids)
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        grows = own_cache is None or not getattr(own_cache, "is_compileable", True)
+        check_mask(self.config, attention_mask, *hidden_states.shape[:2], past_length if grows else None)
         if self.config.scale_embeddings:
             hidden_states = hidden_states * math.sqrt(self.config.hidden_size)
         # the library looks for packed sequences in a caller's positions, so ours come after the masks
@@ -673,6 +701,10 @@ class TransformerBlockModel(TransformerBlockStack):
         elif isinstance(encoder_outputs, (tuple, list)):
             encoder_outputs = BaseModelOutput(*encoder_outputs)
         encoded = encoder_outputs.last_hidden_state
+        if target.shape[0] != encoded.shape[0]:
+            raise ValueError(
+                f"the target has a batch of {target.shape[0]} but the source of {encoded.shape[0]}"
+            )
         if attention_mask is not None and attention_mask.shape != encoded.shape[:2]:
             raise ValueError(
                 f"attention_mask has shape {tuple(attention_mask.shape)} but encoder_outputs are of "
@@ -750,8 +782,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden_states) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         total = hidden_states.new_zeros((), dtype=torch.float32)
-        # 16 MiB of float32 logits, or 256 rows, which keep products efficient
-        size = max(256, 2**22 // vocab_size)
+        # 16 MiB of float32 logits; 256 rows keep products efficient, and half precision can sum 1024
+        size = min(1024, max(256, 2**22 // vocab_size))
         for start in range(0, labels.shape[0], size):
             rows = slice(start, start + size)
             hidden, target = hidden_states[rows], labels[rows].unsqueeze(1)

@@ -17,7 +17,7 @@ from .modeling_hf_transformer_block import TransformerBlockModel, TransformerBlo
 
 class SelfAttention(nn.Module):
     """
-    The tutorial's attention: one (K, K) projection shared by all heads, scores divided by sqrt(D).
+    The tutorial's attention: (K, K) projections shared by all heads, scores divided by sqrt(D).
 
     Called as `(values, keys, query, mask)`: (B, S, D), (B, S, D), (B, L, D) -> (B, L, D). The mask is None or
     broadcasts to (B, H, L, S), in any dtype; 0 hides. A query that may see nothing attends to all S alike.
@@ -31,7 +31,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, embed_size: int, heads: int, apply_projections: bool = True):
         super().__init__()
-        if embed_size % heads:
+        if heads < 1 or embed_size % heads:
             raise ValueError(f"embed_size={embed_size} is not divisible by heads={heads}; change one of them")
         self.embed_size = embed_size
         self.heads = heads

@@ -60,6 +60,7 @@ except ModuleNotFoundError as error:
 
 RECIPES = Path(__file__).parent / "recipes"
 CARD = Path(__file__).parents[1] / "model_card.md"
+WRITTEN = ("*.json", "*.safetensors", "*_hf_transformer_block.py", "training_curve.png", "README.md")
 
 
 @dataclass
@@ -80,15 +81,25 @@ def check_resumable(arguments: Arguments, record: Path) -> None:
             raise ValueError(f"--resume needs the run's --{name} {before.get(name)}, not {now[name]}")
 
 
+def delete_run(folder: Path) -> None:
+    """Deletes what a run wrote into its folder, and nothing else."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    for pattern in WRITTEN:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
 def prepare_folder(arguments: Arguments) -> None:
     """Creates the output folder; raises ValueError if it holds something that is not to be overwritten."""
     folder = Path(arguments.output_dir)
     record = folder / "arguments.json"
     try:
-        if arguments.overwrite and record.exists():
-            shutil.rmtree(folder)
         if record.exists():
-            check_resumable(arguments, record)
+            has_begun = training.checkpoints(folder) or (folder / "config.json").exists()
+            if has_begun and not arguments.overwrite:
+                check_resumable(arguments, record)
+            else:
+                delete_run(folder)
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} is there already and holds no run: give another --output_dir")
         folder.mkdir(parents=True, exist_ok=True)
@@ -292,9 +303,11 @@ def prepare_training(
     training.register_state(accelerator, scheduler)
     set_seed(arguments.seed, device_specific=True)
     state = {"step": 0, "loss_sum": 0.0, "updates": 0, "history": []}
-    if arguments.resume and (found := training.checkpoints(Path(arguments.output_dir))):
-        state = training.load_checkpoint(accelerator, found[-1])
-        accelerator.print(f"continuing from {found[-1]}")
+    if arguments.resume:
+        found = training.checkpoints(Path(arguments.output_dir))
+        if found:
+            state = training.load_checkpoint(accelerator, found[-1])
+        accelerator.print(f"continuing from {found[-1]}" if found else "no checkpoint yet: beginning anew")
     return model, optimizer, scheduler, state
 
 
@@ -400,6 +413,11 @@ def main() -> None:
             prepare_folder(arguments)
         accelerator.wait_for_everyone()
         splits, tokenizer = prepare_splits(arguments, accelerator)
+        if arguments.batch_size > len(splits["train"].examples):
+            raise ValueError(
+                f"--batch_size {arguments.batch_size} is more than the "
+                f"{len(splits['train'].examples)} training examples"
+            )
     except ValueError as error:
         raise SystemExit(f"train.py: {error}") from error
     accelerator.print(

@@ -162,6 +162,12 @@ def test_presets_set_fields_and_give_way_to_arguments():
             {"hidden_size": 30, "num_attention_heads": 4},
             "hidden_size=30 is not divisible by num_attention_heads=4",
         ),
+        ({"norm_eps": float("nan")}, "norm_eps=nan must not be negative"),
+        ({"num_labels": 0}, "num_labels=0 must be at least 1"),
+        (
+            {"position_embedding": "rotary", "rope_parameters": {"rope_type": "default", "rope_theta": -1.0}},
+            "rope_theta=-1.0 in rope_parameters must be above 0",
+        ),
         (
             {"position_embedding": "rotary", "head_dim": 5},
             "head_dim=5 times partial_rotary_factor=1.0 is 5, which must be even",

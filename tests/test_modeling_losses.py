@@ -129,7 +129,8 @@ def test_micro_batches_add_up_to_the_batch(head, shape):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize(
     ("vocab_size", "rows"),
-    [(61, 70), (5, 1), (16384, 256), (20000, 257), (20000, 600)],  # a chunk has 256 rows from 16384 words on
+    # a chunk has 1024 rows up to 4096 words, and 256 from 16384 words on
+    [(61, 70), (61, 2100), (5, 1), (16384, 256), (20000, 257), (20000, 600)],
 )
 def test_the_chunked_loss_is_the_loss_of_full_logits(vocab_size, rows, smoothing):
     hidden = torch.randn(rows, 16, requires_grad=True)
@@ -145,6 +146,25 @@ def test_the_chunked_loss_is_the_loss_of_full_logits(vocab_size, rows, smoothing
     (exact * 3).backward()
     assert_close(hidden.grad.double(), exact_hidden.grad, rtol=1e-5, atol=2e-6)
     assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-5, atol=2e-6)
+
+
+def test_the_chunked_loss_holds_gradients_that_half_precision_cannot_sum():
+    rows = 100_000
+    hidden, weight = torch.ones(rows, 8, dtype=torch.float16), torch.zeros(5, 8, dtype=torch.float16)
+    loss = ChunkedCrossEntropy.apply(hidden, weight.requires_grad_(), torch.full((rows,), 3), 0.0) / rows
+    loss.backward()
+    expected = torch.full((5, 8), 0.2)  # softmax of zeros, less one for the label
+    expected[3] = -0.8
+    assert_close(weight.grad.float(), expected, rtol=0, atol=1e-3)
+
+
+@EACH_LM_HEAD
+def test_a_head_with_a_bias_trains_on_its_own_logits(head, shape):
+    model = head(tiny_config(shape, tie_word_embeddings=False))
+    model.lm_head = torch.nn.Linear(32, 61)
+    inputs = tiny_inputs(model.config)
+    labels = tiny_labels(model, inputs)
+    assert_close(model.train()(**inputs, **labels).loss, model.eval()(**inputs, **labels).loss)
 
 
 def test_the_chunked_loss_refuses_a_second_derivative():

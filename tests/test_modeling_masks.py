@@ -311,9 +311,46 @@ def test_a_forward_refuses_with_the_numbers(shape, inputs, message):
         model(**inputs)
 
 
+@pytest.mark.parametrize(
+    ("shape", "inputs", "message"),
+    [
+        ("decoder", {"input_ids": (3,)}, r"input_ids are \(batch, length\) .*, not \(3,\)"),
+        ("encoder", {"inputs_embeds": (2, 3)}, r"inputs_embeds \(batch, length, hidden_size\), not \(2, 3\)"),
+        ("decoder", {"position_ids": (2, 4)}, r"position_ids have shape \(2, 4\), not \(2, 5\)"),
+        ("decoder", {"attention_mask": (2, 3, 5, 5)}, r"shape \(2, 3, 5, 5\); give .*1 or 4 heads, 5"),
+        ("encoder", {"attention_mask": (2, 1, 5, 4)}, r"shape \(2, 1, 5, 4\); give .*= \(2, 0 \+ 5\)"),
+        (
+            ENCODER_DECODER,
+            {"attention_mask": (2, 1, 5, 5)},
+            r"the decoder reads it too.*needs \(batch, length\)",
+        ),
+        (ENCODER_DECODER, {"decoder_input_ids": (3, 2)}, "target has a batch of 3 but the source of 2"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_with_the_numbers(shape, inputs, message):
+    model = TransformerBlockModel(tiny_config(shape))
+    tensors = {"input_ids": tiny_tokens(2, 5)}
+    if shape == ENCODER_DECODER:
+        tensors["decoder_input_ids"] = tiny_tokens(2, 2)
+    for name, size in inputs.items():
+        if name == "inputs_embeds":
+            del tensors["input_ids"]
+        tensors[name] = torch.ones(size, dtype=torch.bool if "mask" in name else torch.long)
+    with pytest.raises(ValueError, match=message):
+        model(**tensors)
+
+
+def test_positions_below_zero_and_labels_without_a_head_are_refused():
+    model = TransformerBlockModel(tiny_config("decoder"))
+    with pytest.raises(ValueError, match="position -1 is outside 0 to 63"):
+        model(tiny_tokens(1, 2), position_ids=torch.tensor([[-1, 0]]))
+    with pytest.raises(ValueError, match="has no loss: give labels to a model with a head"):
+        model(tiny_tokens(1, 2), labels=tiny_tokens(1, 2))
+
+
 @pytest.mark.parametrize("kind", ["sinusoidal", "learned"])
 def test_GN12_positions_beyond_the_last(kind):
-    message = r"position 6 is beyond max_position_embeddings=6 .*shorten the input to 6 tokens"
+    message = r"position 6 is outside 0 to 5, .*max_position_embeddings=6: shorten the input to 6 tokens"
     for head, shape in LM_HEADS:
         config = tiny_config(shape, position_embedding=kind, max_position_embeddings=6)
         model = head(config).eval()
@@ -326,7 +363,7 @@ def test_GN12_positions_beyond_the_last(kind):
                 model(tiny_tokens(1, 6), decoder_input_ids=tiny_tokens(1, 7))
         if shape != "encoder":
             model.generation_config.eos_token_id = None
-            with pytest.raises(ValueError, match=r"position 6 is beyond max_position_embeddings=6"):
+            with pytest.raises(ValueError, match=r"position 6 is outside 0 to 5"):
                 model.generate(tiny_tokens(1, 4), max_new_tokens=8, do_sample=False)
     TransformerBlockModel(tiny_config(position_embedding="rotary", max_position_embeddings=6))(
         tiny_tokens(1, 9)
