@@ -6,6 +6,8 @@ from conftest import tiny_tokens
 from torch import nn
 from torch.testing import assert_close
 from transformers import (
+    BertConfig,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -20,6 +22,7 @@ from hf_transformer_block import (
     TransformerBlockConfig,
     TransformerBlockForCausalLM,
     TransformerBlockForConditionalGeneration,
+    TransformerBlockModel,
 )
 
 
@@ -274,3 +277,44 @@ def test_marian():
     source["no_repeat_ngram_size"] = 1  # a tied post-norm model that learned nothing likes to repeat
     assert_same_text(ours, theirs, ids, **source)
     assert_same_text(ours, theirs, ids, num_beams=3, **source)
+
+
+@torch.no_grad()
+def from_bert(theirs: BertModel) -> TransformerBlockModel:
+    """Returns BERT's blocks; its embeddings have a norm and segments that ours have not."""
+    ours = TransformerBlockModel(
+        TransformerBlockConfig(
+            architecture="encoder",
+            position_embedding="none",
+            hidden_act=theirs.config.hidden_act,
+            scale_embeddings=False,
+            dropout=0.0,
+            norm_eps=theirs.config.layer_norm_eps,
+            intermediate_size=theirs.config.intermediate_size,
+            **SIZES,
+        )
+    )
+    for mine, layer in zip(ours.layers, theirs.encoder.layer, strict=True):
+        parts = {
+            mine.self_attn.q_proj: layer.attention.self.query,
+            mine.self_attn.k_proj: layer.attention.self.key,
+            mine.self_attn.v_proj: layer.attention.self.value,
+            mine.self_attn.o_proj: layer.attention.output.dense,
+            mine.self_attn_norm: layer.attention.output.LayerNorm,
+            mine.mlp.up_proj: layer.intermediate.dense,
+            mine.mlp.down_proj: layer.output.dense,
+            mine.mlp_norm: layer.output.LayerNorm,
+        }
+        for part, source in parts.items():
+            copy_linear(part, source)
+    return ours.eval()
+
+
+def test_berts_blocks_give_its_hidden_states():
+    theirs = randomise(BertModel(BertConfig(**SIZES, intermediate_size=48, pad_token_id=0)))
+    inputs = left_padded(2, 9, padding=3)
+    embedded = theirs.embeddings(input_ids=inputs["input_ids"])
+    mask = inputs["attention_mask"]
+    states = from_bert(theirs)(inputs_embeds=embedded, attention_mask=mask).last_hidden_state
+    expected = theirs(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state
+    assert_same_logits(states[mask.bool()], expected[mask.bool()])

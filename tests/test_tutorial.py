@@ -12,7 +12,7 @@ from hf_transformer_block.tutorial import SelfAttention, TransformerBlock, from_
 
 
 class FirstSelfAttention(nn.Module):
-    """The first text's code (000_b0555a01cfb5f264.txt), comments left out."""
+    """The first text's code, comments left out."""
 
     def __init__(self, embed_size, heads):
         super().__init__()
@@ -46,7 +46,7 @@ class FirstSelfAttention(nn.Module):
 
 
 class SecondSelfAttention(nn.Module):
-    """The second text's code (002_e63e5dc6c5c0abd4.txt), comments left out."""
+    """The second text's code, comments left out."""
 
     def __init__(self, embed_size, heads):
         super().__init__()
