@@ -416,7 +416,7 @@ def main() -> None:
         if arguments.batch_size > len(splits["train"].examples):
             raise ValueError(
                 f"--batch_size {arguments.batch_size} is more than the "
-                f"{len(splits['train'].examples)} training examples"
+                f"{len(splits['train'].examples)} training examples: lower it"
             )
     except ValueError as error:
         raise SystemExit(f"train.py: {error}") from error

@@ -192,12 +192,16 @@ def test_texts_longer_than_the_positions_do_not_end_a_run(pairs, tmp_path):
     files = f"--validation_files {tmp_path / 'a.txt'} {tmp_path / 'b.txt'} --preset vaswani"
     printed = train(f"{pairs} {files} {TINY} --max_steps 8 --output_dir {tmp_path / 'pairs'}")
     assert "validation: 2 examples (1 of more than 24 tokens left out)" in printed
-    (tmp_path / "text.txt").write_text("\u732b\u304c\u597d\u304d\u3002" * 99, encoding="utf-8")
+    (tmp_path / "text.txt").write_text("\u732b\u304c\u597d\u304d\u3002" * 999, encoding="utf-8")
     flags = f"--task causal-lm --train_files {tmp_path / 'text.txt'} --preset vaswani --vocab_size 300"
     train(f"{flags} {TINY} --max_steps 8 --output_dir {tmp_path / 'writer'}")
     evaluate = [sys.executable, "scripts/evaluate.py", str(tmp_path / "writer"), "--files"]
     evaluated = run([*evaluate, str(tmp_path / "text.txt")])
     assert '"bits_per_byte"' in evaluated.stdout
+    few = run(command(f"{flags} {TINY} --batch_size 999 --output_dir {tmp_path / 'few'}"))
+    assert re.search(
+        r"train.py: --batch_size 999 is more than the \d+ training examples: lower it", few.stdout
+    )
     missing = run([*evaluate, "nowhere.txt"])
     assert "evaluate.py: cannot read nowhere.txt: No such file" in missing.stdout
 
