@@ -207,15 +207,15 @@ def build_config(arguments: Arguments, **tokens: int | None) -> TransformerBlock
         **tokens,
     }
     try:
-        values |= yaml.safe_load(f"{{{arguments.config_overrides}}}")
+        overrides = yaml.safe_load(f"{{{arguments.config_overrides}}}")
     except yaml.YAMLError as error:
         raise ValueError(
             f"--config_overrides {arguments.config_overrides!r} is no 'key: value, ...'"
         ) from error
-    if unset := [key for key, value in values.items() if value is None and key in arguments.config_overrides]:
+    if unset := [key for key, value in overrides.items() if value is None]:
         raise ValueError(f"--config_overrides gives no value for {unset[0]!r}: write 'key: value'")
     try:
-        return getattr(TransformerBlockConfig, arguments.preset)(**values)
+        return getattr(TransformerBlockConfig, arguments.preset)(**{**values, **overrides})
     except StrictDataclassError as error:
         raise ValueError(str(error.__cause__)) from error
 
