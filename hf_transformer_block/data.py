@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from pyarrow import ArrowInvalid, parquet
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -25,26 +26,23 @@ def kind_of(file: str) -> str:
     return KINDS.get(Path(path.stem).suffix if path.suffix == ".gz" else path.suffix, "text")
 
 
-def check_file(file: str) -> None:
-    """Raises ValueError unless there is a file that can be opened."""
+def read_bytes(file: str) -> bytes:
+    """Returns a whole file, unzipped; raises ValueError if it cannot be read."""
     try:
-        with open(file, "rb"):
-            pass
+        raw = Path(file).read_bytes()
+        return gzip.decompress(raw) if file.endswith(".gz") else raw
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{file} is no whole gzip file: {error}") from error
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}") from error
 
 
 def read_document(file: str) -> str:
     """Returns a whole text file, UTF-8, with Unix line ends."""
-    check_file(file)
-    raw = Path(file).read_bytes()
     try:
-        text = (gzip.decompress(raw) if file.endswith(".gz") else raw).decode("utf-8-sig")
-    except (gzip.BadGzipFile, EOFError) as error:
-        raise ValueError(f"{file} is no whole gzip file: {error}") from error
+        text = read_bytes(file).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 ({error}): convert it with iconv -t UTF-8") from error
-    text = text.replace("\r\n", "\n")
     if not text.strip():
         raise ValueError(f"{file} is empty")
     return text
@@ -69,14 +67,16 @@ def read_delimited(file: str, columns: list[str]) -> dict[str, list[str]]:
 def read_table(file: str, columns: list[str], flags: str) -> list[list[str]]:
     """Returns columns of a table as texts; `flags` are those which name the columns, for the error."""
     kind = kind_of(file)
-    check_file(file)
+    raw = read_bytes(file)
     try:
         if kind in ("csv", "tsv"):
             table = read_delimited(file, columns)
+        elif kind == "parquet":
+            table = parquet.read_table(io.BytesIO(raw)).to_pydict()
         else:
             table = load_dataset(kind, data_files=file, split="train").to_dict()
-    except DatasetGenerationError as error:
-        raise ValueError(f"cannot read {file}: {error.__cause__}") from error
+    except (DatasetGenerationError, ArrowInvalid) as error:
+        raise ValueError(f"cannot read {file}: {error.__cause__ or error}") from error
     for name in columns:
         if name not in table:
             raise ValueError(f"{file} has no column {name!r} but {list(table)}: give {flags}")

@@ -57,6 +57,8 @@ def test_parquet_and_other_column_names(tmp_path):
     file = str(tmp_path / "x.parquet")
     Dataset.from_dict({"en": [p[0] for p in PAIRS], "de": [p[1] for p in PAIRS]}).to_parquet(file)
     assert as_pairs(read_pairs([file], "en", "de")) == PAIRS
+    (tmp_path / "x.parquet.gz").write_bytes(gzip.compress((tmp_path / "x.parquet").read_bytes()))
+    assert as_pairs(read_pairs([f"{file}.gz"], "en", "de")) == PAIRS
     with pytest.raises(ValueError, match=r"no column 'source' but \['en', 'de'\]: give --source_column"):
         read_pairs([file])
 
@@ -94,6 +96,8 @@ def test_broken_files_are_refused_by_name(tmp_path):
         read_pairs([write(tmp_path / "x.csv", "source,target\na,b\nalone")])
     with pytest.raises(ValueError, match=r"cannot read .*x\.jsonl: "):
         read_pairs([write(tmp_path / "x.jsonl", '{"source": "a"')])
+    with pytest.raises(ValueError, match=r"cannot read .*x\.parquet: Parquet magic bytes"):
+        read_pairs([write(tmp_path / "x.parquet", "no table" * 9)])
     (tmp_path / "x.txt.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"x\.txt\.gz is no whole gzip file"):
         read_texts([str(tmp_path / "x.txt.gz")])
