@@ -96,7 +96,7 @@ def test_broken_files_are_refused_by_name(tmp_path):
         read_pairs([write(tmp_path / "x.csv", "source,target\na,b\nalone")])
     with pytest.raises(ValueError, match=r"cannot read .*x\.jsonl: "):
         read_pairs([write(tmp_path / "x.jsonl", '{"source": "a"')])
-    with pytest.raises(ValueError, match=r"cannot read .*x\.parquet: Parquet magic bytes"):
+    with pytest.raises(ValueError, match=r"cannot read .*x\.parquet: .*Parquet magic bytes"):
         read_pairs([write(tmp_path / "x.parquet", "no table" * 9)])
     (tmp_path / "x.txt.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"x\.txt\.gz is no whole gzip file"):
