@@ -58,6 +58,7 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         qk_norm: normalise every query and key head (arXiv 2302.05442) with the norm of `norm_type`.
         attention_bias: biases in the attention projections; "tutorial" has one in the output projection only.
         mlp_bias: biases in the MLP.
+        lm_head_bias: a bias in the output projection of the language-model heads.
         dropout: on embeddings and on each residual branch, in training.
         attention_dropout: on attention probabilities, in training.
         norm_eps: added to the variance inside a norm.
@@ -109,6 +110,7 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
     qk_norm: bool = False
     attention_bias: bool = True
     mlp_bias: bool = True
+    lm_head_bias: bool = False
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.0
     norm_eps: float | int = 1e-5

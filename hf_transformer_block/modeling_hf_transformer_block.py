@@ -375,6 +375,13 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
         if hasattr(module, "initial_scale"):
             init.normal_(module.weight, std=self.config.initializer_range * module.initial_scale)
 
+    def save_pretrained(self, *args, **kwargs) -> None:
+        """Saves as the library does, under our class's name where torch's FSDP2 has put its own above it."""
+        own = next(base for base in type(self).__mro__ if not base.__module__.startswith("torch."))
+        for name in ("__module__", "__name__", "__qualname__"):
+            setattr(type(self), name, getattr(own, name))
+        super().save_pretrained(*args, **kwargs)
+
     def resize_token_embeddings(
         self,
         new_num_tokens: int | None = None,
@@ -666,6 +673,7 @@ class TransformerBlockModel(TransformerBlockStack):
         inputs_embeds: torch.Tensor | None = None,
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         encoder_outputs: BaseModelOutput | tuple | None = None,
         use_cache: bool | None = None,
@@ -713,6 +721,7 @@ class TransformerBlockModel(TransformerBlockStack):
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
+            position_ids=decoder_position_ids,
             inputs_embeds=decoder_inputs_embeds,
             encoder_hidden_states=encoded,
             encoder_attention_mask=attention_mask,
@@ -774,20 +783,26 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, label_smoothing: float
+        ctx,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        label_smoothing: float,
     ) -> torch.Tensor:
-        """(N, D), (V, D), (N,) -> scalar float32."""
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        """(N, D), (V, D), (V,) or None, (N,) -> scalar float32."""
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         vocab_size = weight.shape[0]
         hidden_grad = torch.empty_like(hidden_states) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         total = hidden_states.new_zeros((), dtype=torch.float32)
         # 16 MiB of float32 logits; 256 rows keep products efficient, and half precision can sum 1024
         size = min(1024, max(256, 2**22 // vocab_size))
         for start in range(0, labels.shape[0], size):
             rows = slice(start, start + size)
             hidden, target = hidden_states[rows], labels[rows].unsqueeze(1)
-            logits = F.linear(hidden, weight).float()
+            logits = F.linear(hidden, weight, bias).float()
             is_real = target != -100
             target = target.masked_fill(~is_real, 0)
             normalizer = logits.logsumexp(dim=-1, keepdim=True)
@@ -795,29 +810,32 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if label_smoothing:
                 losses -= label_smoothing * logits.mean(dim=-1, keepdim=True)
             total += (losses * is_real).sum()
-            if not wants_hidden and not wants_weight:
+            if not any(ctx.needs_input_grad):
                 continue
             grad = logits.sub_(normalizer).exp_()  # softmax - (1 - smoothing) * one-hot - smoothing / V
             grad -= label_smoothing / vocab_size
             grad.scatter_add_(1, target, torch.full_like(normalizer, label_smoothing - 1.0))
-            grad = (grad * is_real).to(hidden.dtype)
+            grad *= is_real
+            if wants_bias:
+                bias_grad += grad.sum(dim=0)
+            grad = grad.to(hidden.dtype)
             if wants_hidden:
                 hidden_grad[rows] = grad @ weight.to(grad.dtype)
             if wants_weight:
                 weight_grad += grad.t() @ hidden
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.dtype = weight.dtype
+        # summed over all tokens, which half precision cannot hold, so it stays float32 up to the end
+        ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
+        ctx.dtypes = (hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, total_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_grad, weight_grad = ctx.saved_tensors
-        if hidden_grad is not None:
-            hidden_grad = (hidden_grad * total_grad).to(hidden_grad.dtype)
-        if weight_grad is not None:  # summed over all tokens, which half precision cannot hold
-            weight_grad = (weight_grad * total_grad).to(ctx.dtype)
-        return hidden_grad, weight_grad, None, None
+        grads = (
+            None if grad is None else (grad * total_grad).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return *grads, None, None
 
 
 class TransformerBlockLMMixin:
@@ -837,12 +855,14 @@ class TransformerBlockLMMixin:
         In training with labels the logits are None, and never made, unless `logits_to_keep` asks for them (0:
         all). `labels` (B, L) stand where they are predicted: a causal head has shifted them.
         """
-        # a head that a tool has wrapped, replaced or given a bias is more than its weight and must be called
-        is_plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
-        if self.training and labels is not None and logits_to_keep is None and is_plain:
+        # a head that a tool has wrapped, replaced, hooked or sharded is more than its weight: call it
+        head = self.lm_head
+        is_bare = type(head) is nn.Linear and type(head.weight) is nn.Parameter
+        is_bare = is_bare and not head._forward_pre_hooks and not head._forward_hooks
+        if self.training and labels is not None and logits_to_keep is None and is_bare:
             labels = labels.to(hidden_states.device).flatten()
             total = ChunkedCrossEntropy.apply(
-                hidden_states.flatten(0, -2), self.lm_head.weight, labels, label_smoothing
+                hidden_states.flatten(0, -2), head.weight, head.bias, labels, label_smoothing
             )
             return total / count_labels(labels, num_items_in_batch), None
         if isinstance(logits_to_keep, torch.Tensor):
@@ -851,7 +871,7 @@ class TransformerBlockLMMixin:
         elif logits_to_keep:
             hidden_states = hidden_states[:, -logits_to_keep:]
             labels = None if labels is None else labels[:, -logits_to_keep:]
-        logits = self.lm_head(hidden_states)
+        logits = head(hidden_states)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch, label_smoothing)
         return loss, logits
 
@@ -877,7 +897,7 @@ class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTr
         super().__init__(config)
         require_architecture(config, type(self).__name__, "decoder")
         self.model = TransformerBlockModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         self.post_init()
 
     @takes_either_cache_name
@@ -935,7 +955,7 @@ class TransformerBlockForMaskedLM(TransformerBlockLMMixin, TransformerBlockPreTr
         super().__init__(config)
         require_architecture(config, type(self).__name__, "encoder")
         self.model = TransformerBlockModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         self.post_init()
 
     @can_return_tuple
@@ -991,7 +1011,7 @@ class TransformerBlockForConditionalGeneration(
         super().__init__(config)
         require_architecture(config, type(self).__name__, "encoder-decoder")
         self.model = TransformerBlockModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         self.post_init()
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
@@ -1006,6 +1026,7 @@ class TransformerBlockForConditionalGeneration(
         position_ids: torch.LongTensor | None = None,
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
         encoder_outputs: BaseModelOutput | tuple | None = None,
         cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
@@ -1029,6 +1050,7 @@ class TransformerBlockForConditionalGeneration(
             inputs_embeds=inputs_embeds,
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
+            decoder_position_ids=decoder_position_ids,
             decoder_inputs_embeds=decoder_inputs_embeds,
             encoder_outputs=encoder_outputs,
             use_cache=use_cache,

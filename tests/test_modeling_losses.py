@@ -135,23 +135,29 @@ def test_micro_batches_add_up_to_the_batch(head, shape):
 def test_the_chunked_loss_is_the_loss_of_full_logits(vocab_size, rows, smoothing):
     hidden = torch.randn(rows, 16, requires_grad=True)
     weight = (torch.randn(vocab_size, 16) * 0.3).requires_grad_()
+    bias = torch.randn(vocab_size, requires_grad=True)
     labels = torch.randint(0, vocab_size, (rows,))
     labels[::3] = -100
-    loss = ChunkedCrossEntropy.apply(hidden, weight, labels, smoothing)
-    exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    logits = exact_hidden @ exact_weight.T
+    loss = ChunkedCrossEntropy.apply(hidden, weight, bias, labels, smoothing)
+    exact_hidden, exact_weight, exact_bias = (
+        tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)
+    )
+    logits = exact_hidden @ exact_weight.T + exact_bias
     exact = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
     assert_close(loss.double(), exact, rtol=1e-6, atol=1e-9)
     (loss * 3).backward()
     (exact * 3).backward()
     assert_close(hidden.grad.double(), exact_hidden.grad, rtol=1e-5, atol=2e-6)
     assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-5, atol=max(2e-6, rows * 5e-9))
+    assert_close(bias.grad.double(), exact_bias.grad, rtol=1e-5, atol=max(2e-6, rows * 5e-9))
 
 
 def test_the_chunked_loss_holds_gradients_that_half_precision_cannot_sum():
     rows = 100_000
     hidden, weight = torch.ones(rows, 8, dtype=torch.float16), torch.zeros(5, 8, dtype=torch.float16)
-    loss = ChunkedCrossEntropy.apply(hidden, weight.requires_grad_(), torch.full((rows,), 3), 0.0) / rows
+    loss = (
+        ChunkedCrossEntropy.apply(hidden, weight.requires_grad_(), None, torch.full((rows,), 3), 0.0) / rows
+    )
     loss.backward()
     expected = torch.full((5, 8), 0.2)  # softmax of zeros, less one for the label
     expected[3] = -0.8
@@ -160,8 +166,8 @@ def test_the_chunked_loss_holds_gradients_that_half_precision_cannot_sum():
 
 @EACH_LM_HEAD
 def test_a_head_with_a_bias_trains_on_its_own_logits(head, shape):
-    model = head(tiny_config(shape, tie_word_embeddings=False))
-    model.lm_head = torch.nn.Linear(32, 61)
+    model = head(tiny_config(shape, lm_head_bias=True))
+    torch.nn.init.normal_(model.lm_head.bias)
     inputs = tiny_inputs(model.config)
     labels = tiny_labels(model, inputs)
     assert_close(model.train()(**inputs, **labels).loss, model.eval()(**inputs, **labels).loss)
@@ -169,13 +175,17 @@ def test_a_head_with_a_bias_trains_on_its_own_logits(head, shape):
 
 def test_the_chunked_loss_refuses_a_second_derivative():
     hidden = torch.randn(3, 4, requires_grad=True)
-    loss = ChunkedCrossEntropy.apply(hidden, torch.randn(5, 4), torch.tensor([1, 2, 3]), 0.0)
+    loss = ChunkedCrossEntropy.apply(hidden, torch.randn(5, 4), None, torch.tensor([1, 2, 3]), 0.0)
     (gradient,) = torch.autograd.grad(loss**2, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"tie_word_embeddings": False}, {"lm_head_bias": True}],
+    ids=["tied", "untied", "with a bias"],
+)
 @EACH_LM_HEAD
 def test_a_training_step_is_that_of_full_logits(head, shape, kwargs):
     model = head(tiny_config(shape, **kwargs)).train()
