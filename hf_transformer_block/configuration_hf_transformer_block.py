@@ -281,9 +281,9 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         return plan
 
     def get_text_config(self, decoder=None, encoder=None) -> "TransformerBlockConfig":
-        """Returns this configuration; for the decoder of an encoder-decoder, a copy with its depth."""
-        if not self.is_encoder_decoder or not decoder or encoder:
-            return super().get_text_config(decoder=decoder, encoder=encoder)
+        """Returns this configuration; for a decoder of another depth than its encoder's, a copy with that."""
+        if not decoder or encoder or self.num_decoder_layers in (None, self.num_hidden_layers):
+            return self
         config = copy.deepcopy(self)  # the base class would rename decoder_start_token_id
         config.num_hidden_layers = self.num_decoder_layers
         return config

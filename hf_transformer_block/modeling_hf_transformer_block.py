@@ -34,13 +34,15 @@ from transformers.modeling_outputs import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_hf_transformer_block import TransformerBlockConfig
 
+
+logger = logging.get_logger(__name__)
 
 # After 5.19 transformers renamed `past_key_values` to `cache`, in arguments and in outputs. Here it is always
 # `cache`; CACHE is the installed library's name, for its functions and outputs, and a forward so decorated
@@ -718,6 +720,14 @@ class TransformerBlockModel(TransformerBlockStack):
                 f"attention_mask has shape {tuple(attention_mask.shape)} but encoder_outputs are of "
                 f"(batch, length) = {tuple(encoded.shape[:2])}"
             )
+        if isinstance(decoder_attention_mask, torch.Tensor) and decoder_attention_mask.ndim == 2:
+            missing = target.shape[1] - decoder_attention_mask.shape[1]
+            if missing > 0 and (cache is None or not cache.get_seq_length()):
+                logger.warning_once(
+                    f"decoder_attention_mask has {decoder_attention_mask.shape[1]} columns for "
+                    f"{target.shape[1]} tokens: the last ones count as padding, as everywhere in transformers"
+                )
+                decoder_attention_mask = F.pad(decoder_attention_mask, (0, missing))
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,

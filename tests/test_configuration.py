@@ -357,8 +357,8 @@ def test_the_decoders_text_config_has_its_depth_and_its_first_token():
     assert (text.num_hidden_layers, text.decoder_start_token_id) == (5, 7)
     assert config.num_hidden_layers == config.get_text_config(encoder=True).num_hidden_layers == 2
     assert config.get_text_config() is config
-    one_stack = tiny_config("decoder")
-    assert one_stack.get_text_config(decoder=True) is one_stack
+    for config in (tiny_config("decoder"), tiny_config("encoder-decoder")):  # nothing differs: no copy
+        assert config.get_text_config(decoder=True) is config
 
 
 def test_TW6_tying_is_written_and_survives():

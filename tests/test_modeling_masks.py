@@ -408,3 +408,19 @@ def test_GN4_only_these_classes_generate():
         assert model_class.can_generate() == generative
         assert model_class.is_backend_compatible()  # serving engines bring their own attention
     assert not hasattr(TransformerBlockForMaskedLM, "generate")
+
+
+@torch.no_grad()
+def test_a_short_target_mask_counts_the_rest_as_padding_and_says_so(caplog):
+    model = TransformerBlockForConditionalGeneration(tiny_config("encoder-decoder")).eval()
+    ids, target = tiny_tokens(2, 5), tiny_tokens(2, 6)
+    short = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    whole = torch.cat([short, torch.zeros(2, 2, dtype=torch.long)], dim=1)
+    logits = [
+        model(ids, decoder_input_ids=target, decoder_attention_mask=mask).logits for mask in (short, whole)
+    ]
+    assert torch.equal(*logits)
+    assert "4 columns for 6 tokens" in caplog.text
+    cache = model(ids, decoder_input_ids=target)[CACHE]
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1\).* \(2, 6 \+ 2\)"):
+        model(ids, decoder_input_ids=target[:, :2], decoder_attention_mask=short[:, :1], cache=cache)
