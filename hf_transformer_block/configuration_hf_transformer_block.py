@@ -178,6 +178,7 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
             self.rope_parameters = None  # the base class fills it for every configuration that has the field
         self.auto_map = self._auto_map() | self._users_classes(loaded_map)
         self.base_model_tp_plan = self._tp_plan()
+        self.base_model_pp_plan = self._pp_plan()
 
     def _refuse_misspelt(self, kwargs: dict) -> None:
         """Raises for a key that nearly spells a field; any other one is kept, for tools write their own."""
@@ -266,19 +267,33 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
             if isinstance(name, str) and "--" not in name and not name.startswith(ours)
         }
 
-    def _tp_plan(self) -> dict[str, str] | None:
-        """Returns the tensor-parallel plan of one stack; a projection shared by all heads cannot be split."""
-        if self.block_style == "tutorial":
-            return None
-        plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
-        plan |= {"layers.*.self_attn.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"}
-        plan |= {"layers.*.mlp.up_proj": "colwise"}
+    def _tp_plan(self) -> dict[str, str]:
+        """Returns the tensor-parallel plan of one stack; projections shared by all heads stay whole."""
+        plan = {"embed_tokens": "embedding_rowwise"}  # a tied table must be split as the output projection is
+        plan |= {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
         if self.gated_mlp:
             plan |= {"layers.*.mlp.gate_proj": "colwise"}
-        if self.is_encoder_decoder:
-            plan |= {f"layers.*.cross_attn.{name}_proj": "colwise" for name in "qkv"}
-            plan |= {"layers.*.cross_attn.o_proj": "rowwise"}
+        if self.block_style == "tutorial":
+            return plan
+        for attention in ("self_attn", "cross_attn")[: 1 + self.is_encoder_decoder]:
+            plan |= {f"layers.*.{attention}.{name}_proj": "colwise" for name in "qkv"}
+            plan |= {f"layers.*.{attention}.o_proj": "rowwise"}
+            if self.qk_norm:  # each process sees some of the heads, so it has a part of the norms' gradients
+                plan |= {
+                    f"layers.*.{attention}.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"
+                }
         return plan
+
+    def _pp_plan(self) -> dict[str, tuple[list[str], list[str]]] | None:
+        """Returns the pipeline plan of a stack whose blocks read the embeddings as they are, else None."""
+        adds_nothing = self.position_embedding in ("rotary", "none") and not self.scale_embeddings
+        if self.is_encoder_decoder or not adds_nothing:
+            return None
+        return {
+            "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+            "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+            "norm": (["hidden_states"], ["hidden_states"]),
+        }
 
     def get_text_config(self, decoder=None, encoder=None) -> "TransformerBlockConfig":
         """Returns this configuration; for a decoder of another depth than its encoder's, a copy with that."""

@@ -8,6 +8,9 @@ Letters in shapes: B batch, L target length, S source length, D hidden, H heads,
 import copy
 import inspect
 import math
+import os
+import re
+import shutil
 from collections.abc import Callable
 from functools import wraps
 
@@ -377,12 +380,59 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
         if hasattr(module, "initial_scale"):
             init.normal_(module.weight, std=self.config.initializer_range * module.initial_scale)
 
-    def save_pretrained(self, *args, **kwargs) -> None:
-        """Saves as the library does, under our class's name where torch's FSDP2 has put its own above it."""
+    def __init_subclass__(cls, **kwargs):
+        """Lets a class whose `__init__` forgets `post_init` fail when it is built, not when it is loaded."""
+        super().__init_subclass__(**kwargs)
+        if "__init__" not in vars(cls):
+            return
+        build = cls.__init__
+
+        @wraps(build)
+        def build_and_check(self, *args, **kwargs):
+            build(self, *args, **kwargs)
+            if type(self) is cls and not hasattr(self, "all_tied_weights_keys"):
+                raise TypeError(f"{cls.__name__}.__init__ must end with self.post_init()")
+
+        cls.__init__ = build_and_check
+
+    def init_parallel_plans(self) -> None:
+        """Keeps the rules that name a part of this model: a configuration has the plans of any stack."""
+        super().init_parallel_plans()
+        names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in self.named_modules()}
+        for plan in (self._tp_plan, self._fsdp_plan):
+            for name in plan.keys() - names:
+                del plan[name]
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs
+    ) -> None:
+        """
+        Saves as the library does, under our class's name where torch's FSDP2 has put its own above it.
+
+        Our file goes along with classes that have none (a notebook's), for config.json names it. Settings of
+        generation which the library refuses are refused after the weights are written, not before.
+        """
         own = next(base for base in type(self).__mro__ if not base.__module__.startswith("torch."))
         for name in ("__module__", "__name__", "__qualname__"):
             setattr(type(self), name, getattr(own, name))
-        super().save_pretrained(*args, **kwargs)
+        if is_main_process:
+            os.makedirs(save_directory, exist_ok=True)
+            shutil.copy(__file__, save_directory)
+        try:
+            super().save_pretrained(save_directory, is_main_process, **kwargs)
+        except ValueError as error:
+            if "GenerationConfig is invalid" not in str(error):
+                raise
+            settings = self.generation_config
+            self.generation_config = type(settings).from_model_config(self.config)
+            try:
+                super().save_pretrained(save_directory, is_main_process, **kwargs)
+            finally:
+                self.generation_config = settings
+            raise ValueError(
+                f"the weights are saved in {save_directory}, but with default settings of generation: the "
+                f"model's own are refused: {error}"
+            ) from error
 
     def resize_token_embeddings(
         self,
@@ -849,7 +899,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class TransformerBlockLMMixin:
-    """The output projection of the language-model heads: logits when they are needed, else only the loss."""
+    """
+    The output projection of the language-model heads: logits when they are needed, else only the loss.
+
+    The heads find `label_smoothing` and `shift_labels` among their keywords: were they named arguments, the
+    library's Trainer would evaluate no batch without them, for it counts every "...label..." as a label.
+    """
 
     def project(
         self,
@@ -922,14 +977,14 @@ class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTr
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor | None = None,
-        shift_labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """`shift_labels` (B, L) stand where they are predicted already; they win over `labels`."""
+        """The keyword `shift_labels` (B, L) stands where it is predicted already; it wins over `labels`."""
+        shift_labels = kwargs.pop("shift_labels", None)
         if labels is not None and use_cache is None:
             use_cache = False
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -978,9 +1033,9 @@ class TransformerBlockForMaskedLM(TransformerBlockLMMixin, TransformerBlockPreTr
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -1045,7 +1100,6 @@ class TransformerBlockForConditionalGeneration(
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         if labels is not None:
@@ -1053,6 +1107,7 @@ class TransformerBlockForConditionalGeneration(
                 use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = shift_tokens_right(labels, self.config)
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
