@@ -14,16 +14,16 @@ from transformers import (
     LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from hf_transformer_block import (
-    TransformerBlockConfig,
-    TransformerBlockForCausalLM,
-    TransformerBlockForConditionalGeneration,
-    TransformerBlockModel,
-)
+from hf_transformer_block import TransformerBlockConfig, TransformerBlockModel
+from hf_transformer_block.convert import convert
 
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
@@ -62,49 +62,13 @@ def left_padded(batch: int, length: int, padding: int) -> dict[str, torch.Tensor
     return {"input_ids": tiny_tokens(batch, length) * mask, "attention_mask": mask}
 
 
-@torch.no_grad()
-def from_gpt2(theirs: GPT2LMHeadModel) -> TransformerBlockForCausalLM:
-    width = theirs.config.n_embd
-    ours = TransformerBlockForCausalLM(
-        TransformerBlockConfig(
-            architecture="decoder",
-            block_style="pre_norm",
-            position_embedding="learned",
-            hidden_act=theirs.config.activation_function,
-            scale_embeddings=False,
-            dropout=0.0,
-            norm_eps=theirs.config.layer_norm_epsilon,
-            max_position_embeddings=theirs.config.n_positions,
-            **SIZES,
-            **SPECIAL,
-        )
-    )
-    ours.model.embed_tokens.weight.copy_(theirs.transformer.wte.weight)
-    ours.model.embed_positions.weight.copy_(theirs.transformer.wpe.weight)
-    ours.model.norm.load_state_dict(theirs.transformer.ln_f.state_dict())
-    for block, layer in zip(ours.model.layers, theirs.transformer.h, strict=True):
-        for index, projection in enumerate(
-            (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj)
-        ):
-            part = slice(index * width, (index + 1) * width)
-            projection.weight.copy_(layer.attn.c_attn.weight[:, part].T)
-            projection.bias.copy_(layer.attn.c_attn.bias[part])
-        for linear, conv in (
-            (block.self_attn.o_proj, layer.attn.c_proj),
-            (block.mlp.up_proj, layer.mlp.c_fc),
-            (block.mlp.down_proj, layer.mlp.c_proj),
-        ):
-            linear.weight.copy_(conv.weight.T)
-            linear.bias.copy_(conv.bias)
-        block.self_attn_norm.load_state_dict(layer.ln_1.state_dict())
-        block.mlp_norm.load_state_dict(layer.ln_2.state_dict())
-    return ours.eval()
-
-
 def test_gpt2():
-    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=40, **SPECIAL)
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=40, **SPECIAL, **no_dropout
+    )
     theirs = randomise(GPT2LMHeadModel(config))
-    ours = from_gpt2(theirs)
+    ours = convert(theirs)
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
     ids = tiny_tokens(2, 20)
     assert_same_logits(ours(ids).logits, theirs(ids).logits)
@@ -120,40 +84,17 @@ def test_gpt2():
     )
 
 
-@torch.no_grad()
-def from_llama(theirs: nn.Module, **kwargs) -> TransformerBlockForCausalLM:
-    """Copies a Llama, or a relative of it that has the same names."""
-    config = theirs.config
-    ours = TransformerBlockForCausalLM(
-        TransformerBlockConfig.modern(
-            architecture="decoder",
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size,
-            norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope_parameters),
-            tie_word_embeddings=config.tie_word_embeddings,
-            **SIZES,
-            **SPECIAL,
-            **kwargs,
-        )
-    )
-    names = {"input_layernorm": "self_attn_norm", "post_attention_layernorm": "mlp_norm"}
-    weights = {}
-    for name, tensor in theirs.state_dict().items():
-        for old, new in names.items():
-            name = name.replace(old, new)
-        weights[name] = tensor.clone()
-    ours.load_state_dict(weights)
-    return ours.eval()
-
-
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
+}
+LONGROPE = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
 }
 
 
@@ -167,6 +108,9 @@ LLAMA3 = {
         ({"rope_type": "dynamic", "factor": 2.0}, {}),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, {}),
         ({"rope_type": "llama3", **LLAMA3}, {}),
+        ({"rope_type": "longrope", **LONGROPE}, {}),
+        ({"rope_type": "proportional", "factor": 2.0}, {}),
+        ({"rope_type": "default"}, {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.1}),
     ],
     ids=lambda value: value.get("rope_type") if "rope_type" in value else "-".join(value) or "plain",
 )
@@ -180,7 +124,7 @@ def test_llama(rope, kwargs):
         **{"num_key_value_heads": 2, "tie_word_embeddings": False, **kwargs},
     )
     theirs = randomise(LlamaForCausalLM(config))
-    ours = from_llama(theirs)
+    ours = convert(theirs)
     for length in (10, 40, 12):  # below, above and again below the length that a scaling starts from
         ids = tiny_tokens(2, length)
         assert_same_logits(ours(ids).logits, theirs(ids).logits)
@@ -195,58 +139,44 @@ def test_llama(rope, kwargs):
     assert_same_text(ours, theirs, tiny_tokens(2, 20), num_beams=3)  # beyond position 24 too
 
 
-def test_qwen3_normalises_queries_and_keys():
-    config = Qwen3Config(
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "kwargs"),
+    [
+        (MistralConfig, MistralForCausalLM, {"head_dim": 12, "sliding_window": 40}),
+        (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+        (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "attention_bias": True}),
+    ],
+    ids=["mistral", "qwen2", "qwen3"],
+)
+def test_relatives_of_llama(config_class, model_class, kwargs):
+    config = config_class(
         intermediate_size=48,
-        head_dim=16,
         num_key_value_heads=2,
         max_position_embeddings=40,
         **SIZES,
         **SPECIAL,
+        **kwargs,
     )
-    theirs = randomise(Qwen3ForCausalLM(config))
-    ours = from_llama(theirs, qk_norm=True)
+    theirs = randomise(model_class(config))
+    ours = convert(theirs)
     ids = tiny_tokens(2, 20)
     assert_same_logits(ours(ids).logits, theirs(ids).logits)
+    losses = [model(ids, labels=ids).loss for model in (ours, theirs)]
+    assert_close(*losses, rtol=1e-5, atol=0)
+    assert_same_text(ours, theirs, ids)
 
 
-@torch.no_grad()
-def from_marian(theirs: MarianMTModel) -> TransformerBlockForConditionalGeneration:
-    config = theirs.config
-    ours = TransformerBlockForConditionalGeneration(
-        TransformerBlockConfig(
-            num_decoder_layers=config.decoder_layers,
-            intermediate_size=config.encoder_ffn_dim,
-            hidden_act=config.activation_function,
-            decoder_start_token_id=config.decoder_start_token_id,
-            max_position_embeddings=config.max_position_embeddings,
-            dropout=0.0,
-            **SIZES,
-            **SPECIAL,
-        )
-    )
-    assert theirs.final_logits_bias.abs().max() == 0
-    names = {
-        "self_attn_layer_norm": "self_attn_norm",
-        "encoder_attn_layer_norm": "cross_attn_norm",
-        "encoder_attn": "cross_attn",
-        "final_layer_norm": "mlp_norm",
-        "out_proj": "o_proj",
-        "fc1": "mlp.up_proj",
-        "fc2": "mlp.down_proj",
-    }
-    weights = {}
-    for name, tensor in theirs.state_dict().items():
-        if "embed_positions" in name or name in ("final_logits_bias", "model.shared.weight"):
-            continue
-        for old, new in names.items():
-            name = name.replace(old, new)
-        weights[name] = tensor.clone()
-    ours.load_state_dict(weights)
-    return ours.eval()
-
-
-def test_marian():
+@pytest.mark.parametrize(
+    ("has_bias", "kwargs"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"share_encoder_decoder_embeddings": False}),
+        (True, {"tie_word_embeddings": False, "scale_embedding": False}),
+    ],
+    ids=["one table", "bias", "two tables", "three tables, bias"],
+)
+def test_marian(has_bias, kwargs):
     config = MarianConfig(
         vocab_size=61,
         d_model=32,
@@ -257,14 +187,18 @@ def test_marian():
         encoder_ffn_dim=48,
         decoder_ffn_dim=48,
         activation_function="swish",
-        scale_embedding=True,
         max_position_embeddings=40,
         decoder_start_token_id=0,
         forced_eos_token_id=None,
         **SPECIAL,
+        **{"scale_embedding": True, **kwargs},
     )
     theirs = randomise(MarianMTModel(config))
-    ours = from_marian(theirs)
+    if has_bias:
+        theirs.final_logits_bias.normal_()
+    ours = convert(theirs)
+    assert ours.config.lm_head_bias == has_bias
+    assert ours.config.tie_word_embeddings == (not kwargs)
     source = left_padded(2, 9, 0)
     source["attention_mask"][1, 6:] = 0
     target = tiny_tokens(2, 7)
