@@ -54,7 +54,7 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         position_embedding: "sinusoidal", "learned", "rotary" (arXiv 2104.09864) or "none".
         rope_parameters: `rope_theta`, `rope_type` and its scaling, as in transformers; for "rotary" only.
         max_position_embeddings: longest sequence of "sinusoidal" and "learned" positions, in tokens.
-        scale_embeddings: multiply token embeddings by sqrt(hidden_size).
+        scale_embeddings: multiply token embeddings by sqrt(hidden_size); they are drawn with its inverse.
         qk_norm: normalise every query and key head (arXiv 2302.05442) with the norm of `norm_type`.
         attention_bias: biases in the attention projections; "tutorial" has one in the output projection only.
         mlp_bias: biases in the MLP.
@@ -63,7 +63,9 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         attention_dropout: on attention probabilities, in training.
         norm_eps: added to the variance inside a norm.
         initializer_range: standard deviation of initial weights; in "pre_norm" the projections that write to
-            the residual stream get it divided by sqrt(2 * number of blocks), as GPT-2 does.
+            the residual stream get it divided by sqrt(2 * number of blocks), as GPT-2 does. In "post_norm"
+            and "tutorial" a block's projections are drawn with Xavier's sqrt(2 / (inputs + outputs)), as the
+            paper's authors do (Glorot & Bengio 2010), for narrower ones learn far slower there.
         tie_word_embeddings: one table for encoder input, decoder input and output projection.
         use_cache: let decoders return their keys and values.
         pad_token_id, bos_token_id, eos_token_id: ids inside the vocabulary, or None.

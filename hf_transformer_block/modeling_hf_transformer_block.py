@@ -237,7 +237,12 @@ class TransformerBlockAttention(nn.Module):
         else:
             is_cached = False
         if is_cached:  # the source does not change while the target grows
-            key, value = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+            layer = cache.layers[self.layer_idx]
+            if cache.offloading:
+                layer.prefetch()
+            key, value = layer.keys, layer.values
+            if cache.offloading:
+                layer.offload()
         else:
             source = key_value_states if is_cross_attention else hidden_states
             key = self.k_norm(self.heads(self.k_proj, source)).transpose(1, 2)
@@ -306,7 +311,10 @@ class TransformerBlock(GradientCheckpointingLayer):
             depth = config.num_decoder_layers if self.has_cross_attention else config.num_hidden_layers
             attentions = [self.self_attn, self.cross_attn] if self.has_cross_attention else [self.self_attn]
             for projection in (*(attention.o_proj for attention in attentions), self.mlp.down_proj):
-                projection.initial_scale = (2 * depth) ** -0.5  # read by _init_weights
+                projection.initial_std = config.initializer_range * (2 * depth) ** -0.5
+        else:
+            for projection in [module for module in self.modules() if isinstance(module, nn.Linear)]:
+                projection.initial_std = (2 / (projection.in_features + projection.out_features)) ** 0.5
 
     def read(self, norm: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns what a sub-layer reads from the residual stream."""
@@ -374,11 +382,11 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws weights from N(0, initializer_range^2), biases 0, norms 1; `initial_scale` narrows it."""
+        """Draws weights from N(0, initializer_range^2), or their own `initial_std`; biases 0, norms 1."""
         super()._init_weights(module)
         # the library visits only modules with parameters of their own, so a block cannot do it for its parts
-        if hasattr(module, "initial_scale"):
-            init.normal_(module.weight, std=self.config.initializer_range * module.initial_scale)
+        if hasattr(module, "initial_std"):
+            init.normal_(module.weight, std=module.initial_std)
 
     def __init_subclass__(cls, **kwargs):
         """Lets a class whose `__init__` forgets `post_init` fail when it is built, not when it is loaded."""
@@ -554,6 +562,8 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
             else config.num_hidden_layers
         )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.scale_embeddings:  # by sqrt(D), to a variance of 1
+            self.embed_tokens.initial_std = config.hidden_size**-0.5
         if config.position_embedding == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         if config.position_embedding == "rotary":
@@ -636,6 +646,7 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
+        is_fresh = cache is None  # the library looks for packed sequences where there is no cache
         cache = self.prepare_cache(cache, use_cache)
         own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         # the paged cache of continuous batching has no single length; its caller gives positions and masks
@@ -646,12 +657,12 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         check_mask(self.config, attention_mask, *hidden_states.shape[:2], past_length if grows else None)
         if self.config.scale_embeddings:
             hidden_states = hidden_states * math.sqrt(self.config.hidden_size)
-        # the library looks for packed sequences in a caller's positions, so ours come after the masks
+        # it looks in a caller's positions, so ours come after the masks
         mask, cross_mask = self.make_masks(
             hidden_states,
             attention_mask,
             position_ids,
-            own_cache,
+            None if is_fresh else own_cache,
             encoder_hidden_states,
             encoder_attention_mask,
             output_attentions,
@@ -1078,6 +1089,14 @@ class TransformerBlockForConditionalGeneration(
         self.model = TransformerBlockModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         self.post_init()
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # generate reads the names of its arguments
+    def prepare_inputs_for_generation(self, input_ids, *args, **kwargs) -> dict:
+        mask = kwargs.get("decoder_attention_mask")
+        if mask is not None and mask.ndim == 2 and kwargs.get("decoder_position_ids") is None:
+            # for a static cache the library makes it 4-dimensional, which knows no positions any more
+            kwargs["decoder_position_ids"] = count_positions(mask, mask.shape[1], 0, mask.device)
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         return shift_tokens_right(labels, self.config)

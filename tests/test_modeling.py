@@ -346,11 +346,12 @@ def test_encoder_outputs_stand_in_for_the_source():
         assert_close(again.last_hidden_state, whole.last_hidden_state, rtol=0, atol=0)
 
 
-def test_packed_sequences_with_restarting_positions_do_not_see_each_other():
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_packed_sequences_with_restarting_positions_do_not_see_each_other(use_cache):
     model = TransformerBlockForCausalLM(tiny_config("decoder", position_embedding="rotary")).eval()
     first, second = tiny_tokens(1, 4), tiny_tokens(1, 6)
     positions = torch.cat([torch.arange(4), torch.arange(6)])[None]
-    packed = model(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
+    packed = model(torch.cat([first, second], dim=1), position_ids=positions, use_cache=use_cache).logits
     alone = torch.cat([model(first).logits, model(second).logits], dim=1)
     assert_close(packed, alone, rtol=0, atol=1e-5)
 

@@ -66,6 +66,7 @@ def test_initial_weights_are_the_documented_ones(shape, style):
         position_embedding="learned",
         initializer_range=0.03,
         qk_norm=style != "tutorial",
+        scale_embeddings=style != "tutorial",
     )
     model = TransformerBlockModel(config)
     seen = set()
@@ -80,6 +81,10 @@ def test_initial_weights_are_the_documented_ones(shape, style):
             depth = 5 if name.startswith("decoder") else 3
             scaled = style == "pre_norm" and kind in ("o_proj", "down_proj")
             std = 0.03 / math.sqrt(2 * depth) if scaled else 0.03
+            if kind == "embed_tokens" and config.scale_embeddings:
+                std = 64**-0.5
+            elif style != "pre_norm" and not kind.startswith("embed"):
+                std = math.sqrt(2 / sum(parameter.shape))
             margin = 6 / math.sqrt(2 * parameter.numel())
             assert parameter.std().item() == pytest.approx(std, rel=margin), name
             assert abs(parameter.mean().item()) < 6 * std / math.sqrt(parameter.numel()), name

@@ -75,10 +75,10 @@ def test_AC6_every_parameter_gets_a_gradient(head, shape, kwargs):
     gradients = step(model, {**inputs, **tiny_labels(model, inputs)})
     del gradients["loss"]
     assert gradients.keys() == dict(model.named_parameters()).keys()
-    # a bias of all keys changes no softmax: its true gradient is 0
-    assert not [
-        name for name, grad in gradients.items() if grad.abs().max() == 0 and "k_proj.bias" not in name
-    ]
+    # what adds one number to all scores changes no softmax: its true gradient is 0
+    for name in [name for name in gradients if name.endswith(("k_proj.bias", "qa_outputs.bias"))]:
+        del gradients[name]
+    assert not [name for name, grad in gradients.items() if grad.abs().max() == 0]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
