@@ -233,7 +233,9 @@ def build_model(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Pre
         decoder_start_token_id=start if translates else None,
     )
     model = (TransformerBlockForConditionalGeneration if translates else TransformerBlockForCausalLM)(config)
-    model.generation_config.max_new_tokens = arguments.max_length
+    # else the library's default: 20 tokens, and none beyond the last position whatever the prompt's length
+    if translates or config.position_embedding in ("rotary", "none"):
+        model.generation_config.max_new_tokens = arguments.max_length
     model.generation_config.num_beams = arguments.num_beams
     return model
 

@@ -11,6 +11,8 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_transformer_block-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each worker
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import logging
 

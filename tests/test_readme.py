@@ -39,10 +39,10 @@ def test_python_runs(number, tmp_path):
 def test_commands_use_flags_and_files_that_exist(monkeypatch):
     from hf_transformer_block.arguments import parse_arguments
 
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
     install = 'pip install -c constraints.txt -e ".[train]" && accelerate launch scripts/train.py'
-    assert COMMANDS[:2] == [install, 'pip install -c constraints.txt -e ".[test]" && pytest']
-    assert TWO_PROCESSES in COMMANDS[5]  # which test_scripts runs
+    assert COMMANDS[:2] == [install, 'pip install -c constraints.txt -e ".[test]" && pytest -n 2 --dist loadfile']
+    assert TWO_PROCESSES in COMMANDS[6]  # which test_scripts runs
     evaluate_flags = Path(ROOT / "scripts" / "evaluate.py").read_text(encoding="utf-8")
     for command in COMMANDS:
         words = shlex.split(command)
@@ -50,6 +50,8 @@ def test_commands_use_flags_and_files_that_exist(monkeypatch):
         if script == "scripts/train.py":
             monkeypatch.setattr(sys, "argv", words[words.index(script) :])
             parse_arguments("", ROOT / "scripts" / "recipes")
+        elif script == "scripts/convert.py":
+            assert len(words) == 4  # SOURCE and OUT
         elif script is not None:
             assert script == "scripts/evaluate.py"
             flags = [word.removeprefix("--") for word in words if word.startswith("--")]

@@ -77,7 +77,12 @@ def train_script():
 
 
 @pytest.mark.parametrize(
-    ("script", "default"), [("train", "(default: bpe)"), ("evaluate", "(default: source)")]
+    ("script", "default"),
+    [
+        ("train", "(default: bpe)"),
+        ("evaluate", "(default: source)"),
+        ("convert", "Helsinki-NLP/opus-mt-en-de"),
+    ],
 )
 def test_help_teaches_the_flags_with_their_defaults(script, default):
     done = run([sys.executable, f"scripts/{script}.py", "--help"])
@@ -125,6 +130,16 @@ def test_bad_flags_are_refused_by_name(train_script, arguments, message, tmp_pat
 def test_models_that_cannot_be_are_refused(train_script, flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         train_script.build_config(train_script.Arguments(**flags))
+
+
+@pytest.mark.parametrize("preset", ["vaswani", "modern"])
+def test_GN12_a_fresh_writer_does_not_run_past_its_last_position(train_script, preset):
+    tokenizer = train_script.train_tokenizer(["abcd" * 9], "char", 50, 16, ends_texts=False)
+    arguments = train_script.Arguments(task="causal-lm", preset=preset, max_length=16, hidden_size=32)
+    model = train_script.build_model(arguments, tokenizer)
+    model.generation_config.eos_token_id = None
+    written = model.generate(**tokenizer("abcd", return_tensors="pt"), do_sample=False)
+    assert written.shape[1] == {"vaswani": 17, "modern": 20}[preset]  # all positions; 16 new tokens
 
 
 def test_the_command_line_overrides_the_recipe(train_script, tmp_path, monkeypatch):
