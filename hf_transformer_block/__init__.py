@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_hf_transformer_block import TransformerBlockConfig
 from .modeling_hf_transformer_block import (
@@ -55,3 +56,5 @@ AutoModelForTokenClassification.register(
 AutoModelForQuestionAnswering.register(
     TransformerBlockConfig, TransformerBlockForQuestionAnswering, exist_ok=True
 )
+# Trainer's own label smoothing shifts the labels of the classes that are named here, and of no other
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TransformerBlockConfig.model_type] = TransformerBlockForCausalLM.__name__

@@ -54,7 +54,7 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
         position_embedding: "sinusoidal", "learned", "rotary" (arXiv 2104.09864) or "none".
         rope_parameters: `rope_theta`, `rope_type` and its scaling, as in transformers; for "rotary" only.
         max_position_embeddings: longest sequence of "sinusoidal" and "learned" positions, in tokens.
-        scale_embeddings: multiply token embeddings by sqrt(hidden_size); they are drawn with its inverse.
+        scale_embeddings: multiply token embeddings by sqrt(hidden_size).
         qk_norm: normalise every query and key head (arXiv 2302.05442) with the norm of `norm_type`.
         attention_bias: biases in the attention projections; "tutorial" has one in the output projection only.
         mlp_bias: biases in the MLP.

@@ -231,9 +231,9 @@ def convert_marian(config: PreTrainedConfig) -> dict:
     }
 
 
-def convert_config(config: PreTrainedConfig, lm_head_bias: bool = False) -> TransformerBlockConfig:
+def convert_config(config: PreTrainedConfig) -> TransformerBlockConfig:
     """
-    Returns our configuration for one of transformers; `lm_head_bias`: its Marian has logits' biases.
+    Returns our configuration for one of transformers; whether a Marian has logits' biases, its weights say.
 
     Raises:
         ValueError: there is no counterpart; the message names the field, its value and what to do.
@@ -255,7 +255,6 @@ def convert_config(config: PreTrainedConfig, lm_head_bias: bool = False) -> Tran
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
         "use_cache": config.use_cache,
-        "lm_head_bias": lm_head_bias,
         **{name: special_id(config, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
         **kinds.get(config.model_type, convert_llama)(config),
     }
@@ -392,11 +391,12 @@ def convert(source: PreTrainedModel) -> TransformerBlockPreTrainedModel:
         >>> convert(LlamaForCausalLM.from_pretrained("my-llama")).save_pretrained("my-model")
     """
     require_source(source)
-    convert_config(source.config)  # refuses before the work of copying
+    config = convert_config(source.config)  # refuses before the work of copying
     weights = convert_weights(source)
-    config = convert_config(source.config, lm_head_bias="lm_head.bias" in weights)
-    heads = TransformerBlockForCausalLM, TransformerBlockForConditionalGeneration
-    model, report = heads[config.is_encoder_decoder].from_pretrained(
+    config.lm_head_bias = "lm_head.bias" in weights
+    is_pair = config.is_encoder_decoder
+    head = TransformerBlockForConditionalGeneration if is_pair else TransformerBlockForCausalLM
+    model, report = head.from_pretrained(
         None,
         config=config,
         state_dict=weights,

@@ -77,6 +77,17 @@ def update_cache(
     return cache.update(key, value, layer_idx, kwargs=kwargs)
 
 
+def read_cache(cache: Cache, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the stored keys and values (B, H, S, K); an offloaded layer comes back for the moment."""
+    layer = cache.layers[layer_idx]
+    if cache.offloading:
+        layer.prefetch()
+    key, value = layer.keys, layer.values
+    if cache.offloading:
+        layer.offload()
+    return key, value
+
+
 def sinusoidal_positions(position_ids: torch.Tensor, hidden_size: int) -> torch.Tensor:
     """
     Returns sin(p / 10000^(2i/D)) for i < D/2, then the cosines of the same: (B, L) -> (B, L, D), float32.
@@ -229,20 +240,14 @@ class TransformerBlockAttention(nn.Module):
         is_cross_attention = key_value_states is not None
         # (B, L, H, K) -> (B, H, L, K)
         query = self.q_norm(self.heads(self.q_proj, hidden_states)).transpose(1, 2)
+        is_cached = False
         if isinstance(cache, EncoderDecoderCache):
             is_cached = is_cross_attention and cache.is_updated.get(self.layer_idx, False)
             if is_cross_attention:
                 cache.is_updated[self.layer_idx] = True
             cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
-        else:
-            is_cached = False
         if is_cached:  # the source does not change while the target grows
-            layer = cache.layers[self.layer_idx]
-            if cache.offloading:
-                layer.prefetch()
-            key, value = layer.keys, layer.values
-            if cache.offloading:
-                layer.offload()
+            key, value = read_cache(cache, self.layer_idx)
         else:
             source = key_value_states if is_cross_attention else hidden_states
             key = self.k_norm(self.heads(self.k_proj, source)).transpose(1, 2)
@@ -312,9 +317,10 @@ class TransformerBlock(GradientCheckpointingLayer):
             attentions = [self.self_attn, self.cross_attn] if self.has_cross_attention else [self.self_attn]
             for projection in (*(attention.o_proj for attention in attentions), self.mlp.down_proj):
                 projection.initial_std = config.initializer_range * (2 * depth) ** -0.5
-        else:
-            for projection in [module for module in self.modules() if isinstance(module, nn.Linear)]:
-                projection.initial_std = (2 / (projection.in_features + projection.out_features)) ** 0.5
+        else:  # Xavier's, as the paper's authors: behind a norm, narrower projections learn far slower
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    module.initial_std = (2 / (module.in_features + module.out_features)) ** 0.5
 
     def read(self, norm: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns what a sub-layer reads from the residual stream."""
@@ -368,6 +374,7 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
     config: TransformerBlockConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    is_complete = False
     _no_split_modules = ["TransformerBlock"]
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_flash_attn = True
@@ -398,21 +405,25 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
         @wraps(build)
         def build_and_check(self, *args, **kwargs):
             build(self, *args, **kwargs)
-            if type(self) is cls and not hasattr(self, "all_tied_weights_keys"):
+            if type(self) is cls and not self.is_complete:
                 raise TypeError(f"{cls.__name__}.__init__ must end with self.post_init()")
 
         cls.__init__ = build_and_check
 
+    def post_init(self) -> None:
+        super().post_init()
+        self.is_complete = True
+
     def init_parallel_plans(self) -> None:
-        """Keeps the rules that name a part of this model: a configuration has the plans of any stack."""
+        """Keeps the rules that name a part of this model: the configuration's name those of any stack."""
         super().init_parallel_plans()
         names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in self.named_modules()}
-        for plan in (self._tp_plan, self._fsdp_plan):
+        for plan in (self._tp_plan, self._fsdp_plan):  # an encoder has no cross-attention, a pair no layers
             for name in plan.keys() - names:
                 del plan[name]
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs
     ) -> None:
         """
         Saves as the library does, under our class's name where torch's FSDP2 has put its own above it.
@@ -423,18 +434,19 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
         own = next(base for base in type(self).__mro__ if not base.__module__.startswith("torch."))
         for name in ("__module__", "__name__", "__qualname__"):
             setattr(type(self), name, getattr(own, name))
-        if is_main_process:
+        if is_main_process and not os.path.isfile(save_directory):
             os.makedirs(save_directory, exist_ok=True)
             shutil.copy(__file__, save_directory)
         try:
-            super().save_pretrained(save_directory, is_main_process, **kwargs)
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         except ValueError as error:
-            if "GenerationConfig is invalid" not in str(error):
+            settings = getattr(self, "generation_config", None)
+            if settings is None:
                 raise
-            settings = self.generation_config
             self.generation_config = type(settings).from_model_config(self.config)
+            kwargs.pop("push_to_hub", None)
             try:
-                super().save_pretrained(save_directory, is_main_process, **kwargs)
+                super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
             finally:
                 self.generation_config = settings
             raise ValueError(
@@ -483,6 +495,8 @@ def check_tokens(
             f"{tuple(tokens.shape)}"
         )
     batch, length = tokens.shape[:2]
+    if length == 0:
+        raise ValueError(f"the input is empty: it has shape {tuple(tokens.shape)}")
     if position_ids is not None and tuple(position_ids.shape) not in ((batch, length), (1, length)):
         raise ValueError(f"position_ids have shape {tuple(position_ids.shape)}, not ({batch}, {length})")
     if input_ids is not None and input_ids.numel() and reads_values(input_ids):
@@ -493,6 +507,20 @@ def check_tokens(
                 f"{config.vocab_size - 1}); use the tokenizer saved with the model, or "
                 f"model.resize_token_embeddings"
             )
+
+
+def check_labels(labels: torch.Tensor, shape: tuple[int, ...], num_classes: int) -> None:
+    """Raises ValueError, with the numbers, for a wrong shape or a label that is neither a class nor -100."""
+    if tuple(labels.shape) != tuple(shape):
+        raise ValueError(f"labels have shape {tuple(labels.shape)}, not {tuple(shape)}")
+    if not reads_values(labels):
+        return
+    wrong = labels[((labels < 0) & (labels != -100)) | (labels >= num_classes)]
+    if wrong.numel():
+        raise ValueError(
+            f"label {int(wrong[0])} is outside the {num_classes} classes or tokens (0 to {num_classes - 1}); "
+            f"-100 is for what does not count"
+        )
 
 
 def check_mask(
@@ -529,6 +557,33 @@ def check_mask(
     )
 
 
+def check_pair(target: torch.Tensor, encoded: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    """Raises ValueError, with the numbers, for a target or a source's mask that does not fit the source."""
+    if target.shape[0] != encoded.shape[0]:
+        raise ValueError(f"the target has a batch of {target.shape[0]} but the source of {encoded.shape[0]}")
+    if attention_mask is not None and attention_mask.shape != encoded.shape[:2]:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)} but encoder_outputs are of "
+            f"(batch, length) = {tuple(encoded.shape[:2])}"
+        )
+
+
+def complete_mask(
+    attention_mask: torch.Tensor | None, length: int, cache: Cache | None
+) -> torch.Tensor | None:
+    """Returns a target's mask; what it lacks counts as padding, for Bart's and T5's callers rely on it."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
+        return attention_mask
+    missing = length - attention_mask.shape[1]
+    if missing <= 0 or (cache is not None and cache.get_seq_length()):
+        return attention_mask
+    logger.warning_once(
+        f"decoder_attention_mask has {attention_mask.shape[1]} columns for {length} tokens: the last ones "
+        f"count as padding, as everywhere in transformers"
+    )
+    return F.pad(attention_mask, (0, missing))
+
+
 def count_positions(
     attention_mask: torch.Tensor | None, length: int, past_length: int | torch.Tensor, device: torch.device
 ) -> torch.Tensor:
@@ -562,8 +617,6 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
             else config.num_hidden_layers
         )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.scale_embeddings:  # by sqrt(D), to a variance of 1
-            self.embed_tokens.initial_std = config.hidden_size**-0.5
         if config.position_embedding == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         if config.position_embedding == "rotary":
@@ -646,7 +699,7 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        is_fresh = cache is None  # the library looks for packed sequences where there is no cache
+        is_fresh = cache is None
         cache = self.prepare_cache(cache, use_cache)
         own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         # the paged cache of continuous batching has no single length; its caller gives positions and masks
@@ -657,7 +710,8 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
         check_mask(self.config, attention_mask, *hidden_states.shape[:2], past_length if grows else None)
         if self.config.scale_embeddings:
             hidden_states = hidden_states * math.sqrt(self.config.hidden_size)
-        # it looks in a caller's positions, so ours come after the masks
+        # the library takes restarting position_ids for packed sequences, but only where it is shown no cache;
+        # positions of our own are counted afterwards
         mask, cross_mask = self.make_masks(
             hidden_states,
             attention_mask,
@@ -772,23 +826,8 @@ class TransformerBlockModel(TransformerBlockStack):
         elif isinstance(encoder_outputs, (tuple, list)):
             encoder_outputs = BaseModelOutput(*encoder_outputs)
         encoded = encoder_outputs.last_hidden_state
-        if target.shape[0] != encoded.shape[0]:
-            raise ValueError(
-                f"the target has a batch of {target.shape[0]} but the source of {encoded.shape[0]}"
-            )
-        if attention_mask is not None and attention_mask.shape != encoded.shape[:2]:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)} but encoder_outputs are of "
-                f"(batch, length) = {tuple(encoded.shape[:2])}"
-            )
-        if isinstance(decoder_attention_mask, torch.Tensor) and decoder_attention_mask.ndim == 2:
-            missing = target.shape[1] - decoder_attention_mask.shape[1]
-            if missing > 0 and (cache is None or not cache.get_seq_length()):
-                logger.warning_once(
-                    f"decoder_attention_mask has {decoder_attention_mask.shape[1]} columns for "
-                    f"{target.shape[1]} tokens: the last ones count as padding, as everywhere in transformers"
-                )
-                decoder_attention_mask = F.pad(decoder_attention_mask, (0, missing))
+        check_pair(target, encoded, attention_mask)
+        decoder_attention_mask = complete_mask(decoder_attention_mask, target.shape[1], cache)
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -865,6 +904,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         vocab_size = weight.shape[0]
         hidden_grad = torch.empty_like(hidden_states) if wants_hidden else None
+        # sums over all tokens, which half precision cannot hold: float32 up to the end
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         total = hidden_states.new_zeros((), dtype=torch.float32)
@@ -894,7 +934,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 hidden_grad[rows] = grad @ weight.to(grad.dtype)
             if wants_weight:
                 weight_grad += grad.t() @ hidden
-        # summed over all tokens, which half precision cannot hold, so it stays float32 up to the end
         ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         ctx.dtypes = (hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
@@ -907,6 +946,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return *grads, None, None
+
+
+def is_bare(head: nn.Module) -> bool:
+    """Returns False for a head that a tool has wrapped, replaced, hooked or sharded: it must be called."""
+    is_linear = type(head) is nn.Linear and type(head.weight) is nn.Parameter
+    return is_linear and not head._forward_pre_hooks and not head._forward_hooks
 
 
 class TransformerBlockLMMixin:
@@ -931,11 +976,10 @@ class TransformerBlockLMMixin:
         In training with labels the logits are None, and never made, unless `logits_to_keep` asks for them (0:
         all). `labels` (B, L) stand where they are predicted: a causal head has shifted them.
         """
-        # a head that a tool has wrapped, replaced, hooked or sharded is more than its weight: call it
         head = self.lm_head
-        is_bare = type(head) is nn.Linear and type(head.weight) is nn.Parameter
-        is_bare = is_bare and not head._forward_pre_hooks and not head._forward_hooks
-        if self.training and labels is not None and logits_to_keep is None and is_bare:
+        if labels is not None:
+            check_labels(labels, hidden_states.shape[:2], self.config.vocab_size)
+        if self.training and labels is not None and logits_to_keep is None and is_bare(head):
             labels = labels.to(hidden_states.device).flatten()
             total = ChunkedCrossEntropy.apply(
                 hidden_states.flatten(0, -2), head.weight, head.bias, labels, label_smoothing
@@ -993,9 +1037,9 @@ class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTr
     ) -> CausalLMOutputWithPast:
         """The keyword `shift_labels` (B, L) stands where it is predicted already; it wins over `labels`."""
         shift_labels = kwargs.pop("shift_labels", None)
-        if labels is not None and use_cache is None:
-            use_cache = False
         label_smoothing = kwargs.pop("label_smoothing", 0.0)
+        if use_cache is None and not (labels is None and shift_labels is None):
+            use_cache = False
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -1094,6 +1138,10 @@ class TransformerBlockForConditionalGeneration(
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs) -> dict:
         mask = kwargs.get("decoder_attention_mask")
         if mask is not None and mask.ndim == 2 and kwargs.get("decoder_position_ids") is None:
+            if mask.shape[1] != input_ids.shape[1]:
+                raise ValueError(
+                    f"decoder_attention_mask has {mask.shape[1]} columns for {input_ids.shape[1]} tokens"
+                )
             # for a static cache the library makes it 4-dimensional, which knows no positions any more
             kwargs["decoder_position_ids"] = count_positions(mask, mask.shape[1], 0, mask.device)
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
@@ -1229,6 +1277,7 @@ class TransformerBlockForSequenceClassification(TransformerBlockPreTrainedModel)
             )
             problem = "regression" if self.config.num_labels == 1 else by_dtype
         if problem == "single_label_classification":
+            check_labels(labels.flatten(), logits.shape[:1], self.config.num_labels)
             return cross_entropy(logits, labels, num_items_in_batch, label_smoothing=0.0)
         labels = labels.view_as(logits).float()
         elementwise = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
@@ -1276,9 +1325,10 @@ class TransformerBlockForTokenClassification(TransformerBlockPreTrainedModel):
             **kwargs,
         )
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = (
-            None if labels is None else cross_entropy(logits, labels, num_items_in_batch, label_smoothing=0.0)
-        )
+        loss = None
+        if labels is not None:
+            check_labels(labels, logits.shape[:2], self.config.num_labels)
+            loss = cross_entropy(logits, labels, num_items_in_batch, label_smoothing=0.0)
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -1330,6 +1380,8 @@ class TransformerBlockForQuestionAnswering(TransformerBlockPreTrainedModel):
             length = start_logits.shape[1]
             losses = []
             for logits, positions in ((start_logits, start_positions), (end_logits, end_positions)):
+                if attention_mask is not None and attention_mask.ndim == 2:  # no answer lies in the padding
+                    logits = logits.masked_fill(attention_mask == 0, torch.finfo(logits.dtype).min)
                 positions = positions.view(-1)
                 positions = positions.masked_fill((positions < 0) | (positions >= length), -100)
                 losses.append(cross_entropy(logits, positions, num_items_in_batch, label_smoothing=0.0))

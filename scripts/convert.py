@@ -1,5 +1,5 @@
 """
-Turns a checkpoint of transformers into a folder of this family, with the same logits and the same text.
+Turns a checkpoint of transformers into a folder of this family, with the same logits in float32.
 
     python scripts/convert.py Helsinki-NLP/opus-mt-en-de runs/en-de     an id on the Hub
     python scripts/convert.py my-llama runs/my-llama                    a folder
@@ -15,6 +15,7 @@ import argparse
 import os
 import tempfile
 import textwrap
+from json import JSONDecodeError
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -57,7 +58,7 @@ def require_free(folder: Path) -> None:
 
 def shorten(error: Exception) -> str:
     """Returns the beginning of a library's message, as one line."""
-    return textwrap.shorten(str(error), 300, placeholder=" ...")
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -95,13 +96,19 @@ def load_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
     """Returns a checkpoint in its own dtype; raises ValueError if weights are too many, too few or broken."""
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        model, report = auto.from_pretrained(name, dtype="auto", output_loading_info=True)
-    except (RuntimeError, SafetensorError, UnpicklingError) as error:
+        model, report = auto.from_pretrained(
+            name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (RuntimeError, SafetensorError, UnpicklingError, EOFError, JSONDecodeError) as error:
         raise ValueError(
             f"{name} has broken weights, or others than its config.json: {shorten(error)}"
         ) from error
+    for key, stored, built in sorted(report["mismatched_keys"]):
+        raise ValueError(f"{name} has other sizes than its config.json: {key} is {stored}, not {built}")
     for problem in ("missing", "unexpected"):
-        if keys := sorted(report[f"{problem}_keys"]):
+        # the first GPT-2 checkpoints store a constant
+        keys = sorted(key for key in report[f"{problem}_keys"] if not key.endswith(".attn.masked_bias"))
+        if keys:
             raise ValueError(
                 f"{name} is no whole {type(model).__name__}: {len(keys)} {problem} weights, such as "
                 f"{keys[0]}; models with another head, or none, cannot be converted"
@@ -143,7 +150,7 @@ def run(source: str, out: str) -> None:
     size = megabytes(*(weight.nbytes for weight in theirs.parameters()))
     print(f"source: {type(theirs).__name__}, {theirs.num_parameters():,} parameters, {dtype}, {size}")
     ours = convert(theirs)
-    print(f"converted: {type(ours).__name__}, {ours.num_parameters():,} parameters, same logits")
+    print(f"converted: {type(ours).__name__}, {ours.num_parameters():,} parameters, same logits in float32")
     save(ours, tokenizer, folder)
     sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
     print(f"saved: {out}, {len(sizes)} files, {megabytes(*sizes)}; load it anywhere with")
@@ -167,10 +174,13 @@ def main() -> None:
     parser.add_argument("out", metavar="OUT", help="Folder to make; an existing one must be empty.")
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     try:
         run(arguments.source, arguments.out)
     except (ValueError, OSError) as error:
         raise SystemExit(f"convert.py: {' '.join(str(error).split())}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("convert.py: interrupted, nothing is written") from None
 
 
 if __name__ == "__main__":

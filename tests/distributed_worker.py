@@ -17,9 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 
 
-if (
-    __name__ == "__main__"
-):  # each rank copies the remote code for itself, for one may read while another writes
+if __name__ == "__main__":
+    # each rank copies the remote code for itself, for one may read while another writes
     os.environ["HF_MODULES_CACHE"] = str(Path(os.environ["HF_HOME"]) / f"modules-{os.environ['RANK']}")
 
 import torch

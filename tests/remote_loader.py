@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -200,6 +201,29 @@ def main(jobs: str, results: str) -> None:
             found[name] = {"error": traceback.format_exc()}
     state = {"attempts": attempts, "package": sys.modules[PACKAGE], "transformers": transformers.__version__}
     torch.save({"found": found, **state}, results)
+
+
+def strangers_process(folder: Path, jobs: dict) -> dict:
+    """Runs this file in another folder with an empty Hugging Face home; returns what it found and printed."""
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "jobs.json").write_text(json.dumps(jobs))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    env |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
+    env |= {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums in the same order as here
+    warnings = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
+    process = subprocess.run(
+        [sys.executable, *warnings, __file__, str(elsewhere / "jobs.json"), str(elsewhere / "results.pt")],
+        cwd=elsewhere,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stderr
+    results = torch.load(elsewhere / "results.pt", weights_only=False)
+    return {**results, "stderr": process.stderr, "stdout": process.stdout}
 
 
 if __name__ == "__main__":

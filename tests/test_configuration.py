@@ -361,12 +361,6 @@ def test_the_decoders_text_config_has_its_depth_and_its_first_token():
         assert config.get_text_config(decoder=True) is config
 
 
-def test_TW6_tying_is_written_and_survives():
-    assert json.loads(tiny_config().to_json_string())["tie_word_embeddings"] is True
-    untied = json.loads(tiny_config(tie_word_embeddings=False).to_json_string())
-    assert TransformerBlockConfig(**untied).tie_word_embeddings is False
-
-
 def test_AM5_the_model_type_is_ours():
     assert CONFIG_MAPPING_NAMES
     assert TransformerBlockConfig.model_type not in CONFIG_MAPPING_NAMES

@@ -6,14 +6,23 @@ Those suites are in no release, so that CI cannot run them; docs/conformance.md 
 
 import pytest
 import torch
-from conftest import LM_HEADS, MODELS, SHAPES, model_name, tiny_config, tiny_inputs, tiny_tokens
-from tokenizers import Tokenizer, models, pre_tokenizers
+from conftest import (
+    EACH_MODEL,
+    LM_HEADS,
+    SHAPES,
+    model_name,
+    tiny_config,
+    tiny_inputs,
+    tiny_preset,
+    tiny_tokenizer,
+    tiny_tokens,
+)
 from torch.testing import assert_close
-from transformers import PreTrainedTokenizerFast, pipeline
+from transformers import pipeline
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_transformer_block import (
-    TransformerBlockConfig,
     TransformerBlockForCausalLM,
     TransformerBlockForMaskedLM,
     TransformerBlockForSequenceClassification,
@@ -23,20 +32,13 @@ from hf_transformer_block import (
 
 
 PRESETS = ("vaswani", "modern")
-WORDS = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", "the", "cat", "sat", "on", "a", "mat", "dog", "."]
-
-
-def preset_config(preset: str, shape: str, **kwargs) -> TransformerBlockConfig:
-    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    values = {"num_key_value_heads": 2, "intermediate_size": 32, "dropout": 0.0, "initializer_range": 0.2}
-    return getattr(TransformerBlockConfig, preset)(architecture=shape, **{**sizes, **values, **kwargs})
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
 def test_a_mask_of_a_shared_prefix_is_that_of_single_rows(preset):
     """Three continuations of one prefix stand side by side in one row, each seeing the prefix and itself."""
-    model = TransformerBlockForCausalLM(preset_config(preset, "decoder")).eval()
+    model = TransformerBlockForCausalLM(tiny_preset(preset, "decoder", num_key_value_heads=2)).eval()
     prefix, ends = tiny_tokens(3), tiny_tokens(3)
     rows = torch.stack([torch.cat([prefix, end[None]]) for end in ends])
     visible = torch.zeros(6, 6, dtype=torch.bool)
@@ -69,14 +71,14 @@ def test_recorded_outputs_keep_their_gradients(shape):
         assert value.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(("head", "shape"), MODELS, ids=model_name)
-def test_another_number_of_labels_or_words_loads_when_told_to(head, shape, tmp_path):
-    model = head(tiny_config(shape, num_labels=3))
+@EACH_MODEL
+def test_another_number_of_labels_or_words_loads_when_told_to(model_class, shape, tmp_path):
+    model = model_class(tiny_config(shape, num_labels=3))
     model.save_pretrained(tmp_path)
     sizes = {"vocab_size": 50, "num_labels": 5}
     with pytest.raises(RuntimeError, match="mismatch"):
-        head.from_pretrained(tmp_path, **sizes)
-    loaded = head.from_pretrained(tmp_path, **sizes, ignore_mismatched_sizes=True)
+        model_class.from_pretrained(tmp_path, **sizes)
+    loaded = model_class.from_pretrained(tmp_path, **sizes, ignore_mismatched_sizes=True)
     assert loaded.get_input_embeddings().weight.shape == (50, 32)
     old = dict(model.named_parameters())
     for name, parameter in loaded.named_parameters():
@@ -93,40 +95,29 @@ def test_another_number_of_labels_or_words_loads_when_told_to(head, shape, tmp_p
 @pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn"])
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
-def test_scaled_rotary_positions_reach_every_stack(shape, rope_type):
-    """Linear and yarn change every length, dynamic only what is longer than the model was trained on."""
-    outputs = {}
-    for scaling in (None, {"rope_type": rope_type, "factor": 10.0, "rope_theta": 10000.0}):
-        torch.manual_seed(0)
-        model = TransformerBlockModel(preset_config("modern", shape, max_position_embeddings=16)).eval()
-        if scaling:
-            model.config.get_text_config(decoder=True).rope_parameters = scaling
-            scaled = TransformerBlockModel(model.config).eval()
-            scaled.load_state_dict(model.state_dict())
-            model = scaled
-        torch.manual_seed(1)
-        for length in (6, 24):
-            outputs.setdefault(length, []).append(
-                model(**tiny_inputs(model.config, length=length)).last_hidden_state
-            )
-    unchanged = torch.equal(*outputs[6])
-    assert unchanged == (rope_type == "dynamic")
-    assert not torch.allclose(*outputs[24], atol=1e-3)
+def test_scaled_rotary_positions_turn_every_stack(shape, rope_type):
+    """Below and above the length a model was trained on, from which a dynamic scaling starts."""
+    rope = {"rope_type": rope_type, "factor": 10.0, "rope_theta": 10000.0}
+    config = tiny_preset("modern", shape, max_position_embeddings=16, rope_parameters=rope)
+    scaled, exact = TransformerBlockModel(config).eval(), TransformerBlockModel(config).eval()
+    exact.load_state_dict(scaled.state_dict())
 
+    def turn(states, position_ids):
+        frequencies, scaling = 10000.0 ** (-torch.arange(4).double() / 4), 1.0
+        if rope_type == "linear":
+            position_ids = position_ids / 10.0
+        else:
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, seq_len=position_ids.max() + 1)
+        angles = position_ids.double()[..., None] * frequencies.double().repeat(2)
+        return (angles.cos() * scaling).float(), (angles.sin() * scaling).float()
 
-@pytest.fixture
-def tokenizer():
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        mask_token="<mask>",
-        unk_token="<unk>",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    stacks = (exact.encoder, exact.decoder) if shape == "encoder-decoder" else (exact,)
+    for stack in stacks:
+        stack.rotary_emb.forward = turn
+    for length in (6, 24):
+        inputs = tiny_inputs(config, length=length)
+        expected = exact(**inputs).last_hidden_state
+        assert_close(scaled(**inputs).last_hidden_state, expected, rtol=0, atol=5e-6)
 
 
 @pytest.mark.logs_deprecation
@@ -143,14 +134,12 @@ def tokenizer():
         ("token-classification", TransformerBlockForTokenClassification, "encoder"),
     ],
 )
-def test_EC5_a_pipeline_says_what_the_model_says(task, head, shape, preset, tokenizer):
+def test_EC5_a_pipeline_says_what_the_model_says(task, head, shape, preset):
+    tokenizer = tiny_tokenizer(model_input_names=["input_ids", "attention_mask"])
     labels = {0: "contradiction", 1: "neutral", 2: "entailment"}
-    model = head(
-        preset_config(
-            preset, shape, vocab_size=len(WORDS), id2label=labels, label2id={v: k for k, v in labels.items()}
-        )
-    ).eval()
-    texts = ["the cat sat on a <mask> .", "a dog <mask>"]
+    names = {"id2label": labels, "label2id": {name: index for index, name in labels.items()}}
+    model = head(tiny_preset(preset, shape, num_key_value_heads=2, **names)).eval()
+    texts = ["w5 w6 w7 w8 w9 <mask> w10", "w9 w11 <mask>"]
     pipe = pipeline(task, model=model, tokenizer=tokenizer, batch_size=2)
     inputs = [tokenizer(text, return_tensors="pt", return_token_type_ids=False) for text in texts]
     with torch.no_grad():
@@ -176,8 +165,8 @@ def test_EC5_a_pipeline_says_what_the_model_says(task, head, shape, preset, toke
                 assert said["label"] == labels[best.indices.item()]
                 assert said["score"] == pytest.approx(best.values.item(), abs=1e-5)
         elif task == "zero-shot-classification":
-            said = pipe("the cat sat", ["dog", "mat"], hypothesis_template="on a {}")
-            rows = [tokenizer("the cat sat", f"on a {word}", return_tensors="pt") for word in said["labels"]]
+            said = pipe("w5 w6 w7", ["w11", "w12"], hypothesis_template="w8 w9 {}")
+            rows = [tokenizer("w5 w6 w7", f"w8 w9 {word}", return_tensors="pt") for word in said["labels"]]
             entailed = torch.cat([model(row.input_ids).logits[:, 2] for row in rows]).softmax(dim=0)
             assert said["scores"] == pytest.approx(entailed.tolist(), abs=1e-5)
         else:
@@ -190,7 +179,9 @@ def test_EC5_a_pipeline_says_what_the_model_says(task, head, shape, preset, toke
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
 def test_an_exported_decoder_with_a_static_cache_is_the_model(preset):
-    model = TransformerBlockForCausalLM(preset_config(preset, "decoder", max_position_embeddings=32)).eval()
+    model = TransformerBlockForCausalLM(
+        tiny_preset(preset, "decoder", num_key_value_heads=2, max_position_embeddings=32)
+    ).eval()
     model.generation_config.update(
         use_cache=True,
         cache_implementation="static",
@@ -206,7 +197,7 @@ def test_an_exported_decoder_with_a_static_cache_is_the_model(preset):
 @pytest.mark.parametrize(("head", "shape"), LM_HEADS[:2], ids=model_name)
 def test_a_tiny_model_learns_one_batch_by_heart(head, shape, preset):
     """Loss and gradient norm fall by nine tenths in 300 updates of Adam, from weights drawn with 0.02."""
-    model = head(preset_config(preset, shape, initializer_range=0.02)).train()
+    model = head(tiny_preset(preset, shape, num_key_value_heads=2, initializer_range=0.02)).train()
     ids = torch.tensor([([*range(1, 20)] * 4)[:64]])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     history = []

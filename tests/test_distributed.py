@@ -8,7 +8,6 @@ with this process, and one more process, without this package, loads the folders
 import itertools
 import json
 import os
-import runpy
 import subprocess
 import sys
 from functools import cache
@@ -17,10 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_config, tiny_inputs, tiny_labels, tiny_tokens
+from conftest import CLASSES, LANGUAGE_HEADS, tiny_inputs, tiny_labels, tiny_preset, tiny_tokens
+from distributed_worker import WORLD_SIZE, outputs_of, state_of, tensors, train
+from remote_loader import run as outputs_in_evaluation
+from remote_loader import strangers_process
 from safetensors.torch import load_file
-from test_remote_code import CLASSES, LANGUAGE_HEADS, strangers_process
-from test_remote_code import run as outputs_in_evaluation
 from torch.testing import assert_close
 
 import hf_transformer_block
@@ -28,24 +28,12 @@ from hf_transformer_block.modeling_hf_transformer_block import CACHE
 
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
-worker = runpy.run_path(str(WORKER))  # here and there a model is trained and run by the same functions
-WORLD_SIZE = worker["WORLD_SIZE"]
-MODERN = {
-    "block_style": "pre_norm",
-    "norm_type": "rms_norm",
-    "position_embedding": "rotary",
-    "hidden_act": "silu",
-    "gated_mlp": True,
-    "scale_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "num_key_value_heads": 2,
-}
+MODERN = {"preset": "modern", "num_key_value_heads": 2}
 LEARNED = {"position_embedding": "learned"}
 QK_NORM = {"qk_norm": True}
 BIAS = {"lm_head_bias": True}
 UNTIED = {"tie_word_embeddings": False, **BIAS}
-TUTORIAL = {"block_style": "tutorial", "scale_embeddings": False}
+TUTORIAL = {"preset": "tutorial"}
 ODD = {"vocab_size": 61}
 # without repetitions every step asks for another token
 GENERATION = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "no_repeat_ngram_size": 1}
@@ -116,7 +104,7 @@ TABLES = {
 
 
 def cases(*tables: str):
-    """Runs a test over the cases of the tables; the second one is slow."""
+    """Runs a test over the cases of the tables; those of every class or head are slow."""
     return pytest.mark.parametrize(
         ("table", "name"),
         [
@@ -129,7 +117,7 @@ def cases(*tables: str):
 
 def build(architecture: str, auto: str, config: dict):
     """Returns a model in which every bias matters."""
-    config = tiny_config(architecture, **{"vocab_size": 62, **config})
+    config = tiny_preset(shape=architecture, **{"preset": "vaswani", "vocab_size": 62, **config})
     model = getattr(hf_transformer_block, CLASSES[architecture][auto])(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -148,7 +136,7 @@ def prepare(folder: Path, source: str, architecture: str, auto: str, config: dic
     model.save_pretrained(folder / "saved")
     inputs = lists(tiny_inputs(model.config, batch=4))
     load = ["load", {"folder": str(folder / "out"), "autos": [auto], "inputs": inputs}]
-    labels = {} if auto == "AutoModel" else tiny_labels(model, worker["tensors"](inputs))
+    labels = {} if auto == "AutoModel" else tiny_labels(model, tensors(inputs))
     arguments = {
         "folder": str(folder / "saved"),
         "auto": auto,
@@ -241,10 +229,8 @@ def test_tensor_parallel_equals_one_process(ranks, table, name):
             assert "must be divisible by the tensor parallel size" in found["error"]
         return
     assert_ran(case)
-    state = worker["state_of"](model)
-    expected = worker["outputs_of"](
-        model, arguments["inputs"], arguments.get("prompts"), arguments.get("options")
-    )
+    state = state_of(model)
+    expected = outputs_of(model, arguments["inputs"], arguments.get("prompts"), arguments.get("options"))
     kinds = {"up_proj", "down_proj"}
     kinds |= {"q_proj", "k_proj", "v_proj", "o_proj"} if model.config.block_style != "tutorial" else set()
     kinds |= {"lm_head"} if hasattr(model, "lm_head") and not model.config.tie_word_embeddings else set()
@@ -265,15 +251,15 @@ def test_sharded_training_equals_one_process(ranks, table, name):
     case = ranks(table)[name]
     assert_ran(case)
     model, arguments = case.model, case.job[1]
-    losses = worker["train"](model, arguments["inputs"], arguments["optimizer"])
+    losses = train(model, arguments["inputs"], arguments["optimizer"])
     assert losses[-1] < losses[0] - 0.1
-    trained = worker["state_of"](model)
+    trained = state_of(model)
     for found in case.ranks:
         assert found["blocks"] == model.config.num_hidden_layers + (model.config.num_decoder_layers or 0)
         assert found["losses"] == pytest.approx(losses, rel=0, abs=2e-6)
         assert_close(found["state"], trained, rtol=0, atol=2e-6)
     model.load_state_dict(case.ranks[0]["state"], strict=False)  # tied tables and buffers have one name each
-    assert_equal_tensors(worker["state_of"](model), case.ranks[1]["state"])
+    assert_equal_tensors(state_of(model), case.ranks[1]["state"])
     assert_saved(case)
     assert "error" not in case.stranger, case.stranger["error"]
     loaded = case.stranger[arguments["auto"]]

@@ -5,26 +5,15 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import model_name, tiny_tokens
-from test_exactness_caches import (
-    EACH_GENERATIVE,
-    EACH_PRESET,
-    ENCODER_DECODER,
-    GENERATIVE,
-    NEW,
-    STATIC,
-    assert_varied,
-    by_hand,
-    write,
-    writer,
-)
-from test_exactness_masks import build
-from test_generation import pad
+from conftest import EACH_GENERATIVE, GENERATIVE, SHAPES, model_name, pad, tiny_tokens
+from tiny import EACH_PRESET, NEW, STATIC, assert_varied, build, by_hand, write, writer
 from torch import nn
 from torch.testing import assert_close
 
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
+
+ENCODER_DECODER = SHAPES[2]
 
 
 def beam_search(next_log_p, prompt: list[int], beams: int, end: int | None, penalty: float) -> list[tuple]:

@@ -7,10 +7,8 @@ import warnings
 
 import pytest
 import torch
-from conftest import LM_HEADS, SHAPES, model_name, tiny_tokens
-from test_exactness_masks import attending, build
-from test_generation import pad
-from torch import nn
+from conftest import EACH_GENERATIVE, GENERATIVE, SHAPES, TINY, attending, model_name, pad, tiny_tokens
+from tiny import EACH_PRESET, NEW, STATIC, assert_varied, build, by_hand, weaken, write, writer
 from torch.testing import assert_close
 from transformers import (
     CompileConfig,
@@ -26,54 +24,13 @@ from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_transformer_block import TransformerBlockForCausalLM
+from hf_transformer_block.convert import convert
 from hf_transformer_block.modeling_hf_transformer_block import CACHE
 
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
 
-GENERATIVE = (LM_HEADS[0], LM_HEADS[2])
-EACH_GENERATIVE = pytest.mark.parametrize(("head", "shape"), GENERATIVE, ids=model_name)
-EACH_PRESET = pytest.mark.parametrize(
-    "preset", ["vaswani", "vaswani-learned", "vaswani-none", "modern", "tutorial"]
-)
 ENCODER_DECODER = SHAPES[2]
-NEW = 10
-STATIC = {"cache_implementation": "static", "disable_compile": True}
-
-
-@torch.no_grad()
-def writer(head, shape: str, preset: str, **kwargs) -> nn.Module:
-    """Returns a model of a preset which never stops early; its branches are weak, so that its tokens vary."""
-    torch.manual_seed(18)  # many others give models that soon repeat one token
-    values = {"tie_word_embeddings": False, "eos_token_id": None, "initializer_range": 0.3}
-    model = build(head, shape, preset, **{**values, **kwargs})
-    for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            parameter.mul_(0.1)
-    return model
-
-
-def write(model: nn.Module, ids: torch.Tensor, **kwargs) -> torch.Tensor:
-    """Generates `NEW` tokens greedily and returns them alone."""
-    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **kwargs})[:, -NEW:]
-
-
-def assert_varied(tokens: torch.Tensor) -> None:
-    """A model that repeats one token would agree with everything."""
-    assert sum(len(row.unique()) for row in tokens) > 2 * len(tokens), tokens
-    assert len(tokens.unique(dim=0)) == len(tokens), tokens
-
-
-def by_hand(model: nn.Module, row: torch.Tensor, prompt: torch.Tensor | None = None) -> torch.Tensor:
-    """Takes the most likely token of whole forwards of one row, without cache, padding or generate."""
-    is_pair = model.config.is_encoder_decoder
-    start = torch.tensor([model.config.decoder_start_token_id] if is_pair else [], dtype=torch.long)
-    written = torch.cat([start, row if not is_pair else row[:0] if prompt is None else prompt])[None]
-    for _ in range(NEW):
-        inputs = {"input_ids": row[None], "decoder_input_ids": written} if is_pair else {"input_ids": written}
-        logits = model(**inputs, use_cache=False).logits[:, -1]
-        written = torch.cat([written, logits.argmax(dim=-1, keepdim=True)], dim=1)
-    return written[0, -NEW:]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -108,34 +65,28 @@ def test_AT4_a_filled_cache_is_one_forward_in_float64(head, shape, preset, kind,
 
 
 @EACH_PRESET
-def test_AT5_chunked_prefill_of_left_padded_prompts(preset):
+def test_GN8_chunked_prefill_of_left_padded_prompts(preset):
     model = writer(TransformerBlockForCausalLM, "decoder", preset)
     rows = [tiny_tokens(length) for length in (11, 6, 1)]
     expected = torch.stack([by_hand(model, row) for row in rows])
     assert_varied(expected)
-    batch = pad(rows, "left")
-    for size in (3, 4, 20):
-        for kwargs in ({}, STATIC):
-            written = write(model, batch["input_ids"], attention_mask=batch["attention_mask"], **kwargs)
-            assert torch.equal(written, expected)
-            chunked = write(
-                model,
-                batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                prefill_chunk_size=size,
-                **kwargs,
-            )
+    ids, mask = pad(rows, "left").values()
+    for kwargs in ({}, STATIC):
+        assert torch.equal(write(model, ids, attention_mask=mask, **kwargs), expected)
+        for size in (3, 4, 20):
+            chunked = write(model, ids, attention_mask=mask, prefill_chunk_size=size, **kwargs)
             assert torch.equal(chunked, expected)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "paged|eager"])
 @EACH_PRESET
-def test_continuous_batching_in_paged_sdpa_writes_what_one_row_writes(preset):
+def test_continuous_batching_writes_what_one_row_writes(preset, backend):
     """The longest prompt is prefilled in parts, the blocks are small, and requests wait for one another."""
     model = writer(TransformerBlockForCausalLM, "decoder", preset)
-    assert model.config._attn_implementation == "sdpa"
     rows = [tiny_tokens(length) for length in (19, 1, 6, 4, 9)]
     expected = torch.stack([by_hand(model, row) for row in rows])
     assert_varied(expected)
+    model.set_attn_implementation(backend)
     names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
     pages = {"page_size" if "page_size" in names else "block_size": 4}
     written = model.generate_batch(
@@ -153,6 +104,7 @@ def test_continuous_batching_in_paged_sdpa_writes_what_one_row_writes(preset):
     assert [(request.status, request.error) for request in written] == [(RequestStatus.FINISHED, None)] * 5
     assert [request.prompt_ids for request in written] == [row.tolist() for row in rows]
     assert [request.generated_tokens for request in written] == expected.tolist()
+    model.set_attn_implementation("sdpa")
     for row, request, tokens in zip(rows, written, expected, strict=True):
         log_p = model(torch.cat([row, tokens])[None]).logits[0, len(row) - 1 : -1].log_softmax(dim=-1)
         ours = log_p.gather(1, tokens[:, None])[:, 0]
@@ -248,7 +200,7 @@ def test_offloaded_layers_are_read_only_after_they_came_back(head, shape, monkey
     assert away
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="offloaded caches need a machine with CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a machine with CUDA")
 @pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
 @EACH_GENERATIVE
 def test_offloaded_caches_write_the_same(head, shape, kind):
@@ -264,7 +216,7 @@ def quantized_cache(kind: str, config) -> QuantizedCache:
     """Returns a cache which keeps its prompt in few bits, and then all, each time `RESIDUAL` tokens came."""
     if kind == "fp8":
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
-            pytest.skip("this version of transformers has no fp8 cache")
+            pytest.skip("runs on versions of transformers that have an fp8 cache")
         return QuantizedCache(backend="fp8", config=config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hqq uses torch.jit, which is deprecated
@@ -330,19 +282,14 @@ def test_a_quantised_cache_is_rounded_keys_and_values(preset, kind):
 @EACH_KIND
 @torch.no_grad()
 def test_a_quantised_cache_does_to_llama_what_it_does_to_our_modern_decoder(kind):
-    model = writer(TransformerBlockForCausalLM, "decoder", "modern", qk_norm=False)
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    values = {name: getattr(model.config, name) for name in (*names, "num_key_value_heads")}
-    llama = LlamaForCausalLM(
-        LlamaConfig(**values, rms_norm_eps=model.config.norm_eps, eos_token_id=None, pad_token_id=0)
-    ).eval()
-    renamed = {
-        name.replace("self_attn_norm", "input_layernorm").replace(
-            "mlp_norm", "post_attention_layernorm"
-        ): weight
-        for name, weight in model.state_dict().items()
-    }
-    llama.load_state_dict(renamed)
+    config = LlamaConfig(
+        **{name: value for name, value in TINY.items() if name != "dropout"},
+        num_key_value_heads=2,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    llama = weaken(LlamaForCausalLM(config)).eval()
+    model = convert(llama)
     ids = tiny_tokens(2, 6)
     written = [
         writing.generate(

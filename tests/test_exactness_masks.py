@@ -1,20 +1,28 @@
 """Tests that what must be one number is one: backends, padding, packing, causality, gradients."""
 
 import copy
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import LM_HEADS, MODELS, SHAPES, model_name, tiny_config, tiny_inputs, tiny_labels, tiny_tokens
-from test_modeling_masks import padded
-from test_modeling_training import assert_same_step, checkpoint, step
+from conftest import (
+    EACH_LM_HEAD,
+    EACH_MODEL,
+    SHAPES,
+    assert_same_step,
+    attending,
+    checkpoint,
+    pad,
+    step,
+    tiny_inputs,
+    tiny_labels,
+    tiny_tokens,
+)
+from tiny import EACH_PRESET, PRESETS, build
 from torch import nn
 from torch.testing import assert_close
 
 from hf_transformer_block import (
-    TransformerBlockConfig,
     TransformerBlockForCausalLM,
     TransformerBlockForQuestionAnswering,
     TransformerBlockModel,
@@ -24,47 +32,12 @@ from hf_transformer_block import (
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
 
 BACKENDS = ("sdpa", "eager", "flex_attention")
-PRESETS = {
-    "vaswani": {},
-    "vaswani-learned": {"position_embedding": "learned", "tie_word_embeddings": False},
-    "vaswani-none": {"position_embedding": "none", "num_key_value_heads": 1},
-    "modern": {"num_key_value_heads": 2, "qk_norm": True},
-    "tutorial": {},
-}
-EACH_PRESET = pytest.mark.parametrize("preset", PRESETS)
 EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES)
 EACH_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 EACH_PRESET_AND_BACKEND = pytest.mark.parametrize(
     ("preset", "backend"),
     [*((preset, backend) for preset in PRESETS for backend in BACKENDS[:2]), ("modern", BACKENDS[2])],
 )
-EACH_LM_HEAD = pytest.mark.parametrize(("head", "shape"), LM_HEADS, ids=model_name)
-
-
-@torch.no_grad()
-def build(model_class: type, shape: str, preset: str, **kwargs) -> nn.Module:
-    """Returns a tiny model of a preset, with every bias and norm away from 0 and 1."""
-    values = tiny_config(shape).to_dict()
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    tiny = {name: values[name] for name in (*names, "max_position_embeddings", "initializer_range")}
-    make = getattr(TransformerBlockConfig, preset.split("-")[0])
-    config = make(**{"architecture": shape, "dropout": 0.0, **tiny, **PRESETS[preset], **kwargs})
-    model = model_class(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
-@contextmanager
-def attending(model: nn.Module, backend: str):
-    """Switches the backend; without a compiler torch computes flex attention step by step, and warns."""
-    model.set_attn_implementation(backend)
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        if backend == "flex_attention":
-            warnings.simplefilter("ignore")
-        yield
-    model.set_attn_implementation("sdpa")
 
 
 @EACH_PRESET_AND_BACKEND
@@ -72,7 +45,7 @@ def attending(model: nn.Module, backend: str):
 def test_AB2_every_backend_in_float32_is_sdpa_in_float64(shape, preset, backend):
     model = build(TransformerBlockModel, shape, preset)
     inputs = tiny_inputs(model.config, batch=3)
-    inputs["attention_mask"] = padded([tiny_tokens(7), tiny_tokens(4), tiny_tokens(1)], "left")[1]
+    inputs["attention_mask"] = pad([tiny_tokens(7), tiny_tokens(4), tiny_tokens(1)], "left")["attention_mask"]
     exact = copy.deepcopy(model).double()(**inputs).last_hidden_state
     with attending(model, backend), torch.no_grad():
         states = model(**inputs).last_hidden_state
@@ -90,10 +63,10 @@ def test_GN8_padding_on_either_side_changes_nothing_in_float64(shape, preset, ba
     is_pair = shape == "encoder-decoder"
     with attending(model, backend), torch.no_grad():
         for side in ("left", "right"):
-            inputs = dict(zip(("input_ids", "attention_mask"), padded(rows, side, pad=9), strict=True))
+            inputs = pad(rows, side, pad_id=9)
             mask = inputs["attention_mask"]
             if is_pair:
-                inputs["decoder_input_ids"], mask = padded(targets, side, pad=9)
+                inputs["decoder_input_ids"], mask = pad(targets, side, pad_id=9).values()
                 inputs["decoder_attention_mask"] = mask
             states = model(**inputs).last_hidden_state
             for index, (row, target) in enumerate(zip(rows, targets, strict=True)):
@@ -176,7 +149,7 @@ def test_decoder_position_ids_pack_and_shift_targets(preset, backend):
             use_cache=False,
         )
         assert_close(packed[0], torch.cat(alone, dim=1), rtol=0, atol=tolerance)
-        ids, mask = padded([row[0] for row in rows], "left")
+        ids, mask = pad([row[0] for row in rows], "left").values()
         batch = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         states = model(source.expand(3, -1), **batch, decoder_position_ids=positions)[0]
@@ -226,7 +199,7 @@ def test_no_gradient_flows_to_later_tokens(preset, depth, backend):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("preset", ["vaswani", "modern", "tutorial"])
-@pytest.mark.parametrize(("model_class", "shape"), MODELS, ids=model_name)
+@EACH_MODEL
 def test_AT2_half_precision_is_finite_forward_and_backward(model_class, shape, preset, backend, dtype):
     """One row is real, one is padded on the left and one sees nothing; then the same for one token each."""
     model = build(model_class, shape, preset, attn_implementation=backend).to(dtype).train()

@@ -1,25 +1,27 @@
 """Tests of the losses of every head against float64, of the chunked loss, and of which logits come back."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import LM_HEADS, MODELS, model_name, tiny_config, tiny_inputs, tiny_labels, tiny_tokens
+from conftest import EACH_LM_HEAD, MODELS, tiny_config, tiny_inputs, tiny_labels, tiny_tokens
 from torch.testing import assert_close
 
 from hf_transformer_block import (
     TransformerBlockForCausalLM,
     TransformerBlockForConditionalGeneration,
+    TransformerBlockForMaskedLM,
     TransformerBlockForQuestionAnswering,
     TransformerBlockForSequenceClassification,
     TransformerBlockForTokenClassification,
 )
-from hf_transformer_block.modeling_hf_transformer_block import ChunkedCrossEntropy, shift_tokens_right
+from hf_transformer_block.modeling_hf_transformer_block import CACHE, ChunkedCrossEntropy, shift_tokens_right
 
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
 
 HEADS = MODELS[3:]
-EACH_LM_HEAD = pytest.mark.parametrize(("head", "shape"), LM_HEADS, ids=model_name)
 
 
 def float64_sum(logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
@@ -94,8 +96,9 @@ def test_LT7_shift_labels_win_over_labels():
     expected = float64_sum(model.eval()(ids).logits, shifted) / 10
     for train in (False, True):
         for labels in (None, ids):
-            loss = model.train(train)(ids, labels=labels, shift_labels=shifted).loss
-            assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+            outputs = model.train(train)(ids, labels=labels, shift_labels=shifted)
+            assert_close(outputs.loss.double(), expected, rtol=1e-6, atol=0)
+            assert outputs.get(CACHE) is None
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
@@ -317,6 +320,46 @@ def test_token_classification_and_question_answering_losses(shape):
     assert_close(outputs.loss.double(), (first + last) / 2, rtol=1e-6, atol=0)
     outside = model(**inputs, start_positions=start + 7, end_positions=end + 99).loss
     assert outside.item() == 0
+
+
+def test_the_loss_of_an_answer_does_not_depend_on_padding():
+    model = TransformerBlockForQuestionAnswering(tiny_config("encoder")).eval()
+    ids, answer = (
+        tiny_tokens(1, 5),
+        {"start_positions": torch.tensor([1]), "end_positions": torch.tensor([3])},
+    )
+    padded = torch.cat([ids, tiny_tokens(1, 2)], dim=1)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0]])
+    assert_close(
+        model(padded, attention_mask=mask, **answer).loss, model(ids, **answer).loss, rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.full((1, 1024), 3), "labels have shape (1, 1024), not (2, 1024)"),  # a whole chunk of the loss
+        (torch.full((1024, 2), 3), "labels have shape (1024, 2), not (2, 1024)"),
+        (torch.full((2, 1024), 61), "label 61 is outside the 61 classes or tokens (0 to 60)"),
+        (torch.full((2, 1024), -1), "label -1 is outside the 61 classes or tokens"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused_with_the_numbers(labels, message, train):
+    model = TransformerBlockForMaskedLM(
+        tiny_config("encoder", max_position_embeddings=1024, num_hidden_layers=1)
+    ).train(train)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model(tiny_tokens(2, 1024), labels=labels)
+
+
+def test_classes_that_are_none_are_refused_with_the_numbers():
+    for head, labels in (
+        (TransformerBlockForTokenClassification, torch.full((2, 7), 2)),
+        (TransformerBlockForSequenceClassification, torch.tensor([0, 2])),
+    ):
+        with pytest.raises(ValueError, match="label 2 is outside the 2 classes"):
+            head(tiny_config("encoder"))(tiny_tokens(2, 7), labels=labels)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

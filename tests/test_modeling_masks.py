@@ -5,11 +5,13 @@ import warnings
 import pytest
 import torch
 from conftest import (
+    EACH_LM_HEAD,
+    EACH_MODEL,
     LM_HEADS,
     MODELS,
-    POSITIONS,
     SHAPES,
     model_name,
+    pad,
     tiny_config,
     tiny_inputs,
     tiny_labels,
@@ -28,39 +30,6 @@ from hf_transformer_block.modeling_hf_transformer_block import CACHE
 
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
-
-LENGTHS = (7, 4, 1)
-
-
-def padded(rows: list[torch.Tensor], side: str, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a batch of ids (B, L) and its mask, from rows of unequal length."""
-    longest = max(map(len, rows))
-    ids, mask = torch.full((len(rows), longest), pad), torch.zeros(len(rows), longest, dtype=torch.long)
-    for index, row in enumerate(rows):
-        where = slice(longest - len(row), None) if side == "left" else slice(len(row))
-        ids[index, where], mask[index, where] = row, 1
-    return ids, mask
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_GN8_padding_does_not_change_real_tokens(shape, positions, side):
-    model = TransformerBlockModel(tiny_config(shape, position_embedding=positions)).eval()
-    rows = [tiny_tokens(length) for length in LENGTHS]
-    ids, mask = padded(rows, side)
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    singles = [{"input_ids": row[None]} for row in rows]
-    if shape == "encoder-decoder":
-        targets = [tiny_tokens(length) for length in (3, 6, 2)]
-        inputs["decoder_input_ids"], inputs["decoder_attention_mask"] = padded(targets, side)
-        mask = inputs["decoder_attention_mask"]
-        for single, target in zip(singles, targets, strict=True):
-            single["decoder_input_ids"] = target[None]
-    states = model(**inputs).last_hidden_state
-    for index, single in enumerate(singles):
-        alone = model(**single).last_hidden_state[0]
-        assert_close(states[index, mask[index] == 1], alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -91,7 +60,7 @@ def test_AT6_cross_attention_uses_the_sources_mask():
 
 def test_AT5_garbage_at_padded_places_stays_there():
     model = TransformerBlockModel(tiny_config("encoder")).eval()
-    ids, mask = padded([tiny_tokens(6), tiny_tokens(4)], "right")
+    ids, mask = pad([tiny_tokens(6), tiny_tokens(4)], "right").values()
     embeds = model.embed_tokens(ids)
     clean = model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state
     dirty = torch.where(mask[..., None] == 1, embeds, 1e4)
@@ -101,7 +70,7 @@ def test_AT5_garbage_at_padded_places_stays_there():
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("head", "shape"), LM_HEADS, ids=model_name)
+@EACH_LM_HEAD
 def test_AT1_AT2_padding_and_rows_that_see_nothing_stay_finite(head, shape, dtype, implementation):
     model = head(tiny_config(shape, attn_implementation=implementation))
     inputs = tiny_inputs(model.config, batch=3)
@@ -152,34 +121,18 @@ def gradients(model, inputs) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
-@pytest.mark.parametrize(("head", "shape"), LM_HEADS, ids=model_name)
+@EACH_LM_HEAD
 def test_AB2_sdpa_is_eager_forward_and_backward(head, shape, positions):
     model = head(tiny_config(shape, position_embedding=positions, num_key_value_heads=2)).eval()
     assert model.config._attn_implementation == "sdpa"
     inputs = tiny_inputs(model.config, batch=3)
-    inputs["attention_mask"] = padded([tiny_tokens(7), tiny_tokens(5), tiny_tokens(2)], "left")[1]
+    inputs["attention_mask"] = pad([tiny_tokens(7), tiny_tokens(5), tiny_tokens(2)], "left")["attention_mask"]
     inputs |= tiny_labels(model, inputs)
     fast = gradients(model, inputs)
     model.set_attn_implementation("eager")
     for ours, theirs in zip(gradients(model, inputs), fast, strict=True):
         assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert "attn_implementation" not in model.config.to_json_string()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_flex_attention_is_sdpa(shape):
-    model = TransformerBlockModel(tiny_config(shape, num_key_value_heads=2)).eval()
-    inputs = tiny_inputs(model.config)
-    inputs["attention_mask"] = padded([tiny_tokens(7), tiny_tokens(4)], "left")[1]
-    real = torch.ones_like(inputs.get("decoder_input_ids", inputs["attention_mask"]))
-    real = real.bool() if shape == "encoder-decoder" else inputs["attention_mask"].bool()
-    expected = model(**inputs).last_hidden_state
-    model.set_attn_implementation("flex_attention")
-    # without a compiler torch computes the same formula step by step, and warns
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        states = model(**inputs).last_hidden_state
-    assert_close(states[real], expected[real], rtol=0, atol=1e-5)
 
 
 def test_unknown_attention_names_the_known_ones():
@@ -218,12 +171,12 @@ def test_a_causal_four_dimensional_mask_is_the_default():
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize(("model_class", "shape"), MODELS, ids=model_name)
+@EACH_MODEL
 def test_AB1_attentions_are_real_in_every_backend(model_class, shape, implementation):
     config = tiny_config(shape, attn_implementation=implementation, num_key_value_heads=2)
     model = model_class(config).eval()
     inputs = tiny_inputs(config)
-    inputs["attention_mask"] = padded([tiny_tokens(7), tiny_tokens(4)], "right")[1]
+    inputs["attention_mask"] = pad([tiny_tokens(7), tiny_tokens(4)], "right")["attention_mask"]
     outputs = model(**inputs, output_attentions=True)
     plain = model(**inputs)
     name = next(name for name in ("start_logits", "last_hidden_state", "logits") if name in outputs)

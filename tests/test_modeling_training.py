@@ -4,7 +4,19 @@ import warnings
 
 import pytest
 import torch
-from conftest import LM_HEADS, MODELS, model_name, tiny_config, tiny_inputs, tiny_labels, tiny_tokens
+from conftest import (
+    EACH_LM_HEAD,
+    LM_HEADS,
+    MODELS,
+    assert_same_step,
+    checkpoint,
+    model_name,
+    step,
+    tiny_config,
+    tiny_inputs,
+    tiny_labels,
+    tiny_tokens,
+)
 from torch import nn
 from torch.testing import assert_close
 
@@ -21,41 +33,12 @@ pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::Deprecat
 
 HEADS = MODELS[3:]
 EACH_HEAD = pytest.mark.parametrize(("head", "shape"), HEADS, ids=model_name)
-EACH_LM_HEAD = pytest.mark.parametrize(("head", "shape"), LM_HEADS, ids=model_name)
 MODERN = {
     "block_style": "pre_norm",
     "norm_type": "rms_norm",
     "gated_mlp": True,
     "position_embedding": "rotary",
 }
-
-
-def checkpoint(model: nn.Module, **kwargs) -> None:
-    """Switches checkpointing on by the installed library's name."""
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(
-            **({"activation_checkpointing_kwargs": kwargs} if kwargs else {})
-        )
-    else:
-        model.gradient_checkpointing_enable(**({"gradient_checkpointing_kwargs": kwargs} if kwargs else {}))
-
-
-def step(model: nn.Module, inputs: dict, **kwargs) -> dict[str, torch.Tensor]:
-    """Returns the loss and all gradients of one backward."""
-    model.zero_grad()
-    loss = model(**inputs, **kwargs).loss
-    loss.backward()
-    return {
-        "loss": loss.detach(),
-        **{name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-    }
-
-
-def assert_same_step(ours: dict, theirs: dict, atol: float = 1e-6) -> None:
-    assert len(ours) > 1
-    assert ours.keys() == theirs.keys()
-    for name, gradient in ours.items():
-        assert_close(gradient, theirs[name], rtol=1e-5, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize(

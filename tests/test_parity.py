@@ -131,9 +131,8 @@ def test_llama(rope, kwargs):
     padded = left_padded(2, 9, 4)
     positions = (padded["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     real = padded["attention_mask"].bool()
-    theirs_padded = theirs(
-        **padded, position_ids=positions
-    ).logits  # which count the padding if none are given
+    # without positions, theirs would count the padding
+    theirs_padded = theirs(**padded, position_ids=positions).logits
     assert_same_logits(ours(**padded).logits[real], theirs_padded[real])
     assert_same_text(ours, theirs, tiny_tokens(2, 8))
     assert_same_text(ours, theirs, tiny_tokens(2, 20), num_beams=3)  # beyond position 24 too

@@ -41,7 +41,8 @@ def test_commands_use_flags_and_files_that_exist(monkeypatch):
 
     assert len(COMMANDS) == 7
     install = 'pip install -c constraints.txt -e ".[train]" && accelerate launch scripts/train.py'
-    assert COMMANDS[:2] == [install, 'pip install -c constraints.txt -e ".[test]" && pytest -n 2 --dist loadfile']
+    tests = 'pip install -c constraints.txt -e ".[test]" && pytest -n 2 --dist loadfile'
+    assert COMMANDS[:2] == [install, tests]
     assert TWO_PROCESSES in COMMANDS[6]  # which test_scripts runs
     evaluate_flags = Path(ROOT / "scripts" / "evaluate.py").read_text(encoding="utf-8")
     for command in COMMANDS:

@@ -7,50 +7,24 @@ One process (`remote_loader.py`) loads every folder once; the tests compare what
 import importlib
 import json
 import os
-import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from conftest import CLASSES, LANGUAGE_HEADS, tiny_tokenizer
+from remote_loader import run, strangers_process
 from safetensors import safe_open
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import AutoModel, BertConfig, BertModel
 
 import hf_transformer_block
 from hf_transformer_block import TransformerBlockConfig, TransformerBlockModel
 from hf_transformer_block import configuration_hf_transformer_block as configuration
 
 
-LOADER = Path(__file__).with_name("remote_loader.py")
-run = runpy.run_path(str(LOADER))["run"]  # both processes run a model by the same function
 CODE = {"configuration_hf_transformer_block.py", "modeling_hf_transformer_block.py"}
-READERS = {
-    "AutoModelForSequenceClassification": "TransformerBlockForSequenceClassification",
-    "AutoModelForTokenClassification": "TransformerBlockForTokenClassification",
-    "AutoModelForQuestionAnswering": "TransformerBlockForQuestionAnswering",
-}
-CLASSES = {
-    "encoder": {
-        "AutoModel": "TransformerBlockModel",
-        "AutoModelForMaskedLM": "TransformerBlockForMaskedLM",
-        **READERS,
-    },
-    "decoder": {
-        "AutoModel": "TransformerBlockModel",
-        "AutoModelForCausalLM": "TransformerBlockForCausalLM",
-        **READERS,
-    },
-    "encoder-decoder": {
-        "AutoModel": "TransformerBlockModel",
-        "AutoModelForSeq2SeqLM": "TransformerBlockForConditionalGeneration",
-    },
-}
 GENERATIVE = {"decoder": "AutoModelForCausalLM", "encoder-decoder": "AutoModelForSeq2SeqLM"}
-LANGUAGE_HEADS = {"encoder": "AutoModelForMaskedLM", **GENERATIVE}
 HEAD_WEIGHTS = {
     "AutoModel": set(),
     "AutoModelForSequenceClassification": {"classifier.weight", "classifier.bias"},
@@ -83,7 +57,7 @@ PROMPTS = {
     "attention_mask": [[1] * 7, [0] * 3 + [1] * 4],
 }
 GENERATION = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-TEXT = "a cat sat on the mat"
+TEXT = "w5 w6 w7 w8 w9 w10"
 
 
 USER_FILES = {
@@ -142,17 +116,6 @@ def autos_to_load(architecture, auto, style, position):
     return sorted({"AutoModel", auto})
 
 
-def save_tokenizer(folder):
-    vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *TEXT.split()])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
 def build_user_model(folder):
     """Returns a model of a package that a user made of our two files and a subclass."""
     package = folder / "loudness"
@@ -176,29 +139,6 @@ def change_config(folder, **values):
 
 def files_of(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-def strangers_process(folder, jobs):
-    """Returns what `remote_loader.py` found, run in another folder with an empty Hugging Face home."""
-    elsewhere = folder / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "jobs.json").write_text(json.dumps(jobs))
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    env |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
-    env |= {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums in the same order as here
-    warnings = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
-    process = subprocess.run(
-        [sys.executable, *warnings, str(LOADER), str(elsewhere / "jobs.json"), str(elsewhere / "results.pt")],
-        cwd=elsewhere,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert process.returncode == 0, process.stderr
-    results = torch.load(elsewhere / "results.pt", weights_only=False)
-    return {**results, "stderr": process.stderr, "stdout": process.stdout}
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +172,7 @@ def special(folders):
     for name in ("once", "twice", "tokenizer", "newer"):
         decoder.save_pretrained(folders / name)
         kept[name] = decoder
-    save_tokenizer(folders / "tokenizer")
+    tiny_tokenizer().save_pretrained(folders / "tokenizer")
     change_config(folders / "newer", format_version=2)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -453,7 +393,7 @@ def test_loaded_models_can_be_copied_and_pickled(found, saved, architecture):
 def test_am8_a_stock_tokenizer_loads_beside_the_model(found, special):
     tokens = found["tokenize"]
     assert "error" not in tokens, tokens["error"]
-    assert tokens["ids"].tolist() == [[4, 5, 6, 7, 8, 9]]
+    assert tokens["ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
     assert tokens["text"] == TEXT
     expected = run(special["tokenizer"], {"input_ids": tokens["ids"].tolist()})
     assert torch.equal(tokens["logits"], expected["logits"])

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import LM_HEADS, MODELS, model_name, tiny_config, tiny_inputs
+from conftest import EACH_LM_HEAD, EACH_MODEL, output_of, tiny_inputs, tiny_preset
 from torch import nn
 from torch.testing import assert_close
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -16,18 +16,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 PRESETS = {
     "vaswani": {},
-    "modern": {
-        "block_style": "pre_norm",
-        "norm_type": "rms_norm",
-        "position_embedding": "rotary",
-        "hidden_act": "silu",
-        "gated_mlp": True,
-        "scale_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "num_key_value_heads": 2,
-    },
-    "tutorial": {"block_style": "tutorial", "scale_embeddings": False, "position_embedding": "learned"},
+    "modern": {"preset": "modern", "num_key_value_heads": 2},
+    "tutorial": {"preset": "tutorial", "position_embedding": "learned"},
     "untied": {
         "tie_word_embeddings": False,
         "lm_head_bias": True,
@@ -50,7 +40,6 @@ WAYS = {
     "device_map": {"device_map": "cpu"},
     "device_map_half": {"device_map": {"": "cpu"}, "dtype": torch.bfloat16},
 }
-EACH_MODEL = pytest.mark.parametrize(("head", "shape"), MODELS, ids=model_name)
 
 
 def dirty_memory() -> None:
@@ -58,11 +47,6 @@ def dirty_memory() -> None:
     sizes = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 2**14, 2**18)
     blocks = [torch.full((size,), torch.nan) for size in sizes for _ in range(max(1, min(50, 2**16 // size)))]
     del blocks
-
-
-def output_of(model: nn.Module, inputs: dict) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**inputs, return_dict=False)[0]
 
 
 def load(head, folder, **kwargs) -> nn.Module:
@@ -94,7 +78,7 @@ def saved(tmp_path_factory):
     @cache
     def save(head, shape, preset):
         torch.manual_seed(0)
-        model = head(tiny_config(shape, **PRESETS[preset])).eval()
+        model = head(tiny_preset(shape=shape, **{"preset": "vaswani", **PRESETS[preset]})).eval()
         with torch.no_grad():
             for parameter in model.parameters():  # the initial ones and zeros could be drawn anew
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -117,27 +101,27 @@ def class_of_folder(folder, name: str):
 
 @pytest.mark.parametrize("preset", PRESETS)
 @EACH_MODEL
-def test_in1_two_generations_are_equal_to_the_bit(head, shape, preset, saved, tmp_path):
-    model, folder, inputs = saved(head, shape, preset)
+def test_in1_two_generations_are_equal_to_the_bit(model_class, shape, preset, saved, tmp_path):
+    model, folder, inputs = saved(model_class, shape, preset)
     before = output_of(model, inputs)
-    first = load(head, folder / "whole")
+    first = load(model_class, folder / "whole")
     assert_same_tensors(first, model)
     assert torch.equal(output_of(first, inputs), before)
     first.save_pretrained(tmp_path, max_shard_size="10KB")
-    second = load(head, tmp_path)
+    second = load(model_class, tmp_path)
     assert_same_tensors(second, model)
     assert torch.equal(output_of(second, inputs), before)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @EACH_MODEL
-def test_in1_every_way_to_load_and_the_code_of_the_folder(head, shape, way, saved):
-    model, folder, inputs = saved(head, shape, "modern")
-    remote = class_of_folder(folder / "whole", head.__name__)
+def test_in1_every_way_to_load_and_the_code_of_the_folder(model_class, shape, way, saved):
+    model, folder, inputs = saved(model_class, shape, "modern")
+    remote = class_of_folder(folder / "whole", model_class.__name__)
     form = ["whole", "shards"][list(WAYS).index(way) % 2]
     asked = WAYS[way].get("dtype")
     dtype = asked if isinstance(asked, torch.dtype) else torch.float32
-    ours, theirs = (load(each, folder / form, **WAYS[way]) for each in (head, remote))
+    ours, theirs = (load(each, folder / form, **WAYS[way]) for each in (model_class, remote))
     for loaded in (ours, theirs):
         assert_same_tensors(loaded, model, dtype)
         assert loaded.config.dtype == dtype
@@ -160,10 +144,9 @@ def blocks_on_disk(model: nn.Module) -> dict[str, str]:
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize(("source", "preset"), [("direct", "untied"), ("remote", "modern")])
 @EACH_MODEL
-def test_blocks_on_disk_compute_and_are_saved_the_same(head, shape, source, preset, saved, tmp_path):
-    pytest.importorskip("accelerate")
-    model, folder, inputs = saved(head, shape, preset)
-    own = head if source == "direct" else class_of_folder(folder / "whole", head.__name__)
+def test_blocks_on_disk_compute_and_are_saved_the_same(model_class, shape, source, preset, saved, tmp_path):
+    model, folder, inputs = saved(model_class, shape, preset)
+    own = model_class if source == "direct" else class_of_folder(folder / "whole", model_class.__name__)
     form = "whole" if source == "direct" else "shards"
     where = {"device_map": blocks_on_disk(model), "offload_folder": tmp_path / "offloaded"}
     loaded = load(own, folder / form, **where)
@@ -173,11 +156,11 @@ def test_blocks_on_disk_compute_and_are_saved_the_same(head, shape, source, pres
         assert torch.equal(loaded.get_buffer(name), buffer), name
     assert torch.equal(output_of(loaded, inputs), output_of(model, inputs))
     loaded.save_pretrained(tmp_path / "again")
-    assert_same_tensors(load(head, tmp_path / "again"), model)
+    assert_same_tensors(load(model_class, tmp_path / "again"), model)
 
 
 @pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
-@pytest.mark.parametrize(("head", "shape"), LM_HEADS, ids=model_name)
+@EACH_LM_HEAD
 def test_a_model_in_half_precision_answers_as_its_weights_say(head, shape, dtype, saved):
     """The truth is a float32 model of the rounded weights; a rounded `inv_freq` would turn otherwise."""
     model, folder, inputs = saved(head, shape, "modern")

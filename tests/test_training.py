@@ -121,7 +121,8 @@ def test_evaluation_counts_every_example_once(accelerator, architecture):
 def test_translations_come_back_in_order(accelerator):
     texts = ["a", "bcd", "ab", "abcdef", "c", "fa"]
     tokenizer = train_tokenizer(iter(["abcdef"]), "char", 20, 16, ends_texts=True)
-    config = tiny_config("encoder-decoder", vocab_size=len(tokenizer), initializer_range=1.0)
+    values = {"vocab_size": len(tokenizer), "initializer_range": 1.0, "tie_word_embeddings": False}
+    config = tiny_config("encoder-decoder", **values)
     model = TransformerBlockForConditionalGeneration(config)
     together = translate(accelerator, model, tokenizer, texts, batch_size=4, max_new_tokens=5)
     alone = [translate(accelerator, model, tokenizer, [text], 1, max_new_tokens=5)[0] for text in texts]

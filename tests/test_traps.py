@@ -1,7 +1,7 @@
 """Tests of what users of custom Hub models run into, named after their ids in docs/traps.md."""
 
 import ast
-import importlib.util
+import contextlib
 import inspect
 import json
 import math
@@ -15,33 +15,36 @@ import torch
 from accelerate import Accelerator, dispatch_model, infer_auto_device_map
 from accelerate.state import AcceleratorState, PartialState
 from conftest import (
-    LM_HEADS,
+    EACH_GENERATIVE,
+    EACH_MODEL,
+    GENERATIVE,
     MODELS,
     POSITIONS,
     SHAPES,
+    load_script,
     model_name,
+    output_of,
     tiny_config,
     tiny_inputs,
     tiny_labels,
+    tiny_tokenizer,
     tiny_tokens,
 )
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.testing import assert_close
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
-    GenerationMixin,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     StaticCache,
     Trainer,
     TrainingArguments,
     pipeline,
 )
+from transformers.dynamic_module_utils import HF_MODULES_CACHE, TRANSFORMERS_DYNAMIC_MODULE_NAME
 from transformers.utils.generic import find_labels
-from transformers.utils.hub import HF_MODULES_CACHE
 
 from hf_transformer_block import (
     TransformerBlockForCausalLM,
@@ -61,9 +64,6 @@ from hf_transformer_block.training import update
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = Path(modeling.__file__).parent
-SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.glob("*.py")}
-TREE = SOURCES[PACKAGE / "modeling_hf_transformer_block.py"]
 TABLE = (ROOT / "docs" / "traps.md").read_text(encoding="utf-8")
 # these are tests, by their id; the design or the docs may answer the others
 MUST = {
@@ -80,29 +80,6 @@ MUST = {
     "ST": [1],
     "TW": [1, 2, 6],
 }
-GENERATIVE = (LM_HEADS[0], LM_HEADS[2])
-CLASSES = [
-    value
-    for value in vars(modeling).values()
-    if isinstance(value, type)
-    and issubclass(value, PreTrainedModel)
-    and value.__module__ == modeling.__name__
-]
-EACH_MODEL = pytest.mark.parametrize(("model_class", "shape"), MODELS, ids=model_name)
-EACH_GENERATIVE = pytest.mark.parametrize(("head", "shape"), GENERATIVE, ids=model_name)
-
-
-def load_script(name: str):
-    """Returns a file of scripts/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@torch.no_grad()
-def output_of(model: nn.Module, inputs: dict) -> torch.Tensor:
-    return model.eval()(**inputs, return_dict=False)[0]
 
 
 def table_rows() -> dict[str, list[tuple[str, str]]]:
@@ -140,16 +117,6 @@ def test_the_docs_name_tests_that_exist_and_every_id():
         assert [function for _, function in rows[trap] if trap in ids_in(function)], trap
 
 
-def words(**kwargs) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of single words for `tiny_config`'s vocabulary."""
-    vocabulary = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", *(f"w{index}" for index in range(5, 61))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {name: f"<{name}>" for name in ("pad", "mask", "unk")}
-    special = {f"{name}_token": word for name, word in special.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", **special, **kwargs)
-
-
 @pytest.mark.parametrize(
     ("task", "head", "shape"),
     [
@@ -165,39 +132,29 @@ def words(**kwargs) -> PreTrainedTokenizerFast:
     ],
     ids=model_name,
 )
-def test_am9_ec5_pipelines_take_our_folders_in_batches(task, head, shape, library_logs, tmp_path):
-    model = head(tiny_config(shape, num_labels=3))
-    model.save_pretrained(tmp_path)
-    words(padding_side="left" if shape == "decoder" else "right").save_pretrained(tmp_path)
-    options = {"max_new_tokens": 6, "do_sample": False} if task == "text-generation" else {}
-    texts = [f"w7 w8 <mask>{' w9' * index}" for index in range(4)]
+def test_am9_pipelines_load_our_folders(task, head, shape, library_logs, tmp_path):
+    head(tiny_config(shape)).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     pipe = pipeline(task, str(tmp_path), trust_remote_code=True, device="cpu")
-    together, alone = pipe(texts, batch_size=2, **options), [pipe(text, **options) for text in texts]
     assert type(pipe.model) is head
+    assert pipe("w7 w8 <mask>", **({"max_new_tokens": 2} if task == "text-generation" else {}))
     assert not [message for message in library_logs if "not supported" in message]
-    if task == "feature-extraction":
-        for ours, row in zip(together, alone, strict=True):
-            ours, row = torch.tensor(ours), torch.tensor(row)
-            ours = ours[:, -row.shape[1] :] if shape == "decoder" else ours[:, : row.shape[1]]
-            assert_close(ours, row, rtol=0, atol=1e-5)
-        return
-    flat = [one for text in together for one in (text if isinstance(text, list) else [text])]
-    rows = [one for text in alone for one in (text if isinstance(text, list) else [text])]
-    assert len(rows) >= 4
-    for ours, row in zip(flat, rows, strict=True):
-        assert ours.keys() == row.keys()
-        assert ours == {name: pytest.approx(v, abs=1e-5) if "score" in name else v for name, v in row.items()}
 
 
 def test_am10_a_folder_saved_from_a_notebook_holds_every_file_that_it_names(library_logs, tmp_path):
     mine = type("Mine", (TransformerBlockForCausalLM,), {"__module__": "__main__"})
-    mine(tiny_config("decoder")).save_pretrained(tmp_path)
+    model = mine(tiny_config("decoder"))
+    model.save_pretrained(tmp_path)
     assert [message for message in library_logs if "defined in __main__" in message]
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert {name for name in auto_map.values() if "Mine" in name} == set()
     files = {f"{name.split('.')[0]}.py" for name in auto_map.values()}
     assert len(files) == 2
     assert files <= {path.name for path in tmp_path.iterdir()}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(loaded) is TransformerBlockForCausalLM
+    inputs = tiny_inputs(model.config)
+    assert torch.equal(output_of(loaded, inputs), output_of(model, inputs))
 
 
 def test_cc2_every_test_process_has_a_cache_of_its_own():
@@ -208,7 +165,8 @@ def test_cc2_every_test_process_has_a_cache_of_its_own():
 
 
 def test_cc4_the_docs_say_where_code_runs_from():
-    assert "`$HF_HOME/modules/transformers_modules`" in TABLE
+    copies = Path(HF_MODULES_CACHE, TRANSFORMERS_DYNAMIC_MODULE_NAME).relative_to(os.environ["HF_HOME"])
+    assert f"`$HF_HOME/{copies.as_posix()}`" in TABLE
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -231,18 +189,6 @@ def test_tw1_tw5_a_dict_declares_exactly_the_weights_that_share_memory(model_cla
     assert bool(groups) == (tied and (hasattr(model, "lm_head") or shape == "encoder-decoder"))
 
 
-def test_tw2_every_class_calls_post_init_last():
-    classes = {node.name: node for node in TREE.body if isinstance(node, ast.ClassDef)}
-    last = {
-        name: ast.unparse(function.body[-1])
-        for name in (cls.__name__ for cls in CLASSES)
-        for function in classes[name].body
-        if isinstance(function, ast.FunctionDef) and function.name == "__init__"
-    }
-    assert len(last) == len(CLASSES) - 1  # all but the base
-    assert set(last.values()) == {"self.post_init()"}
-
-
 def test_tw2_a_users_class_that_forgets_post_init_is_told_when_it_is_built():
     class Forgetful(TransformerBlockPreTrainedModel):
         def __init__(self, config):
@@ -259,18 +205,6 @@ def test_tw2_a_users_class_that_forgets_post_init_is_told_when_it_is_built():
 
     assert list(inspect.signature(Heedful.__init__).parameters) == ["self", "config"]
     Heedful(tiny_config())
-
-
-def test_tw3_gn13_nothing_private_of_the_library_is_overridden():
-    assert len(CLASSES) == 9
-    tying = {"tie_weights", "post_init", "init_weights", "get_expanded_tied_weights_keys"}
-    private = {name for name in dir(GenerationMixin) if name.startswith("_") and not name.startswith("__")}
-    assert len(private) > 20
-    for model_class in CLASSES:
-        own = {
-            name for cls in model_class.__mro__ if cls.__module__ == modeling.__name__ for name in vars(cls)
-        }
-        assert not own & (tying | private | {"generate"}), model_class
 
 
 @EACH_MODEL
@@ -311,25 +245,6 @@ def test_in4_what_a_checkpoint_lacks_gets_its_documented_start_value(model_class
             assert parameter.std().item() == pytest.approx(std, rel=0.15), name
         else:
             assert (parameter == (1.0 if name.endswith("norm.weight") else 0.0)).all(), name
-
-
-def test_in5_nothing_uses_what_an_init_function_returns():
-    calls = 0
-    for path, tree in SOURCES.items():
-        statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and re.match(r"(torch\.)?(nn\.)?init\.", ast.unparse(node.func)):
-                assert id(node) in statements, f"{path.name}: {ast.unparse(node)}"
-                calls += 1
-    assert calls
-
-
-def test_in7_models_are_built_from_a_configuration_and_never_from_a_layer():
-    for model_class in CLASSES:
-        parameters = list(inspect.signature(model_class).parameters)
-        assert parameters[0] == "config"
-        expected = ["is_decoder"] if model_class is modeling.TransformerBlockStack else []
-        assert model_class is TransformerBlockPreTrainedModel or parameters[1:] == expected
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
@@ -422,14 +337,31 @@ def test_gn11_weights_are_written_before_wrong_generation_settings_are_refused(h
     assert all(torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters())
     assert loaded.generation_config.temperature != 0.7
     assert loaded.generation_config.eos_token_id == model.config.eos_token_id
+    model.generation_config.do_sample = True
+    model.save_pretrained(tmp_path)
+    assert head.from_pretrained(tmp_path).generation_config.temperature == 0.7
 
 
-def test_gn11_other_errors_of_saving_stay_as_they_are(tmp_path):
+@pytest.mark.parametrize(
+    "settings", [{"num_return_sequences": 3}, {"num_beams": 2, "early_stopping": "x"}, {"pad_token_id": -3}]
+)
+def test_gn11_no_setting_of_generation_costs_the_weights(settings, tmp_path):
     model = TransformerBlockForCausalLM(tiny_config())
-    (tmp_path / "file").write_text("")
-    with pytest.raises((OSError, ValueError)) as error:
-        model.save_pretrained(tmp_path / "file" / "inside")
-    assert "weights are saved" not in str(error.value)
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    with contextlib.suppress(ValueError):  # which of them it refuses is the library's affair
+        model.save_pretrained(tmp_path)
+    loaded = TransformerBlockForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_gn11_other_errors_of_saving_stay_as_they_are(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("other")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
+    with pytest.raises(ValueError, match="^other$"):
+        TransformerBlockForCausalLM(tiny_config()).save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(("model_class", "shape"), MODELS[:6], ids=model_name)
@@ -465,7 +397,7 @@ def test_at3_masks_that_were_added_up_beyond_the_lowest_number_stay_masks(dtype,
     states = model.to(dtype)(ids, attention_mask=added).last_hidden_state
     expected = model.float()(ids, attention_mask=visible).last_hidden_state
     assert states.isfinite().all()
-    assert_close(states[sees].float(), expected[sees], rtol=0, atol=2e-2 if dtype == torch.float16 else 2e-1)
+    assert_close(states[sees].float(), expected[sees], rtol=0, atol=4e-3 if dtype == torch.float16 else 4e-2)
 
 
 @EACH_GENERATIVE
@@ -498,6 +430,18 @@ def test_lt4_lt5_lt6_the_librarys_trainer_evaluates(head, shape, tmp_path):
     assert modeling.CACHE in model(**batch)
     predicted = trainer.predict(unlabelled).predictions
     assert_close(torch.from_numpy(predicted), model(**batch).logits.detach(), rtol=0, atol=1e-5)
+
+
+def test_lt7_the_librarys_trainer_smooths_the_labels_of_the_next_token(tmp_path):
+    model = TransformerBlockForCausalLM(tiny_config())
+    rows = [{"input_ids": ids, "labels": ids} for ids in tiny_tokens(4, 6)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    found = Trainer(model, arguments, eval_dataset=rows).evaluate()["eval_loss"]
+    ids = torch.stack([row["input_ids"] for row in rows])
+    expected = model(ids, labels=ids, label_smoothing=0.1).loss
+    assert found == pytest.approx(expected.item(), abs=1e-5)
 
 
 @EACH_MODEL

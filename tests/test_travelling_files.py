@@ -1,6 +1,7 @@
 """Tests that the two files which travel with the weights stand alone and that their import is harmless."""
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -10,16 +11,25 @@ from pathlib import Path
 
 import pytest
 import transformers
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files, get_relative_imports
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import hf_transformer_block
+from hf_transformer_block import modeling_hf_transformer_block as modeling
 
 
 PACKAGE = Path(hf_transformer_block.__file__).parent
 CONFIGURATION = "configuration_hf_transformer_block"
 MODELING = "modeling_hf_transformer_block"
 TRAVELLING = {CONFIGURATION: [], MODELING: [CONFIGURATION]}  # each file and what it needs of the others
+CLASSES = [
+    value
+    for value in vars(modeling).values()
+    if isinstance(value, type)
+    and issubclass(value, PreTrainedModel)
+    and value.__module__ == modeling.__name__
+]
 LIBRARIES = {"torch", "transformers", "huggingface_hub"}
 REFERENCES = ["llama", "t5", "bert"]  # their imports move last
 REMOVED = {
@@ -194,6 +204,51 @@ def test_am5_model_type_is_ours_alone():
     assert "hf_transformer_block" not in CONFIG_MAPPING_NAMES
 
 
+def test_tw2_every_class_calls_post_init_last():
+    tree = ast.parse((PACKAGE / f"{MODELING}.py").read_text(encoding="utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    last = {
+        name: ast.unparse(function.body[-1])
+        for name in (model_class.__name__ for model_class in CLASSES)
+        for function in classes[name].body
+        if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+    }
+    assert len(last) == len(CLASSES) - 1  # all but the base
+    assert set(last.values()) == {"self.post_init()"}
+
+
+def test_tw3_gn13_nothing_private_of_the_library_is_overridden():
+    assert len(CLASSES) == 9
+    tying = {"tie_weights", "init_weights", "get_expanded_tied_weights_keys"}
+    private = {name for name in dir(GenerationMixin) if name.startswith("_") and not name.startswith("__")}
+    assert len(private) > 20
+    for model_class in CLASSES:
+        own = {
+            name for cls in model_class.__mro__ if cls.__module__ == modeling.__name__ for name in vars(cls)
+        }
+        assert not own & (tying | private | {"generate"}), model_class
+
+
+def test_in5_nothing_uses_what_an_init_function_returns():
+    calls = 0
+    for file in PACKAGE.glob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and re.match(r"(torch\.)?(nn\.)?init\.", ast.unparse(node.func)):
+                assert id(node) in statements, f"{file.name}: {ast.unparse(node)}"
+                calls += 1
+    assert calls
+
+
+def test_in7_models_are_built_from_a_configuration_and_never_from_a_layer():
+    for model_class in CLASSES:
+        parameters = list(inspect.signature(model_class).parameters)
+        assert parameters[0] == "config"
+        expected = ["is_decoder"] if model_class is modeling.TransformerBlockStack else []
+        assert model_class is modeling.TransformerBlockPreTrainedModel or parameters[1:] == expected
+
+
 IMPORT_TWICE = """
 import importlib, json, sys
 import transformers
@@ -208,6 +263,8 @@ def builtin():
     types = [type(AutoConfig.for_model(config.model_type)).__module__ for config in configs]
     models = [type(AutoModel.from_config(config)).__module__ for config in configs]
     heads = {auto: getattr(transformers, auto)._model_mapping._model_mapping.copy() for auto in AUTO}
+    for names in heads.values():
+        names.pop("hf_transformer_block", None)  # the package names its own causal head there
     return types, models, heads
 
 def ours():
