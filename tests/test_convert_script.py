@@ -296,3 +296,24 @@ def test_the_command_makes_folders_that_strangers_load(tmp_path):
     tokenizers = [AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("llama", "new/llama")]
     assert len({tuple(tokenizer("w5 w7 unheard </s>")["input_ids"]) for tokenizer in tokenizers}) == 1
     assert tokenizers[1].chat_template == "{{ messages }}"
+
+
+def test_the_first_gpt2_checkpoints_store_a_constant(run, tmp_path):
+    build("gpt2").save_pretrained(tmp_path / "theirs")
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    stored["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(stored, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+    assert "same logits in float32" in run(tmp_path / "theirs", tmp_path / "ours")
+    assert (tmp_path / "ours" / "model.safetensors").exists()
+
+
+def test_an_interrupted_conversion_says_so_and_writes_nothing(run, script, tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    build("llama").save_pretrained(tmp_path / "theirs")
+    monkeypatch.setattr(script, "convert", interrupt)
+    assert (
+        run(tmp_path / "theirs", tmp_path / "new" / "ours") == "convert.py: interrupted, nothing is written"
+    )
+    assert not (tmp_path / "new").exists()

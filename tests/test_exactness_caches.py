@@ -138,7 +138,7 @@ def test_assistants_and_prompt_lookup_save_forwards_and_change_nothing(head, sha
 @pytest.mark.parametrize(
     ("head", "shape", "preset", "backend"),
     [
-        (*GENERATIVE[0], "modern", "eager"),
+        *((*model, "modern", "eager") for model in GENERATIVE),
         *(pytest.param(*model, "modern", "inductor", marks=pytest.mark.slow) for model in GENERATIVE),
     ],
     ids=model_name,

@@ -232,6 +232,7 @@ ENCODER_DECODER = "encoder-decoder"
             {"input_ids": [[3]], "attention_mask": [[[[1]]]]},
             "int64 is ambiguous; give a boolean one",
         ),
+        ("decoder", {"input_ids": [[], []]}, r"the input is empty: it has shape \(2, 0\)"),
         (ENCODER_DECODER, {"input_ids": [[3, 4]]}, "needs decoder_input_ids or decoder_inputs_embeds"),
         (
             ENCODER_DECODER,
@@ -377,3 +378,13 @@ def test_a_short_target_mask_counts_the_rest_as_padding_and_says_so(caplog):
     cache = model(ids, decoder_input_ids=target)[CACHE]
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1\).* \(2, 6 \+ 2\)"):
         model(ids, decoder_input_ids=target[:, :2], decoder_attention_mask=short[:, :1], cache=cache)
+
+
+def test_a_short_mask_of_a_target_prompt_is_refused_by_name():
+    model = TransformerBlockForConditionalGeneration(tiny_config("encoder-decoder")).eval()
+    prompt = {
+        "decoder_input_ids": torch.tensor([[1, 5, 6]]),
+        "decoder_attention_mask": torch.ones(1, 2, dtype=torch.long),
+    }
+    with pytest.raises(ValueError, match="decoder_attention_mask has 2 columns for 3 tokens"):
+        model.generate(tiny_tokens(1, 4), **prompt, max_new_tokens=2)

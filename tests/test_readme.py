@@ -64,3 +64,16 @@ def test_paths_exist():
     paths = re.findall(r"`((?:scripts|docs|tests|hf_transformer_block)/[\w./-]+)`", README)
     assert paths
     assert all((ROOT / path).exists() for path in paths)
+
+
+def test_the_conformance_page_names_tests_that_exist():
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    files = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py")}
+    pairs = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    matrix = page[page.index("## Exactness") : page.index("## Versions")]
+    names = re.findall(r"`(test_\w+)`", matrix)
+    assert pairs
+    assert len(names) > 15
+    assert [pair for pair in pairs if f"def {pair[1]}(" not in files.get(pair[0], "")] == []
+    assert [name for name in names if f"def {name}(" not in "".join(files.values())] == []
+    assert all((ROOT / path).exists() for path in re.findall(r"`(tests/test_\w+\.py)`", page))
