@@ -473,6 +473,22 @@ def reads_values(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
+def same_document(position_ids: torch.Tensor | None) -> Callable | None:
+    """
+    Returns whether two tokens of a row are of one document, as a mask function (row, head, query, key) -> bool.
+
+    Documents are packed into a row by positions that do not go on by 1, the rule of transformers for causal
+    masks. None where every row is one document.
+    """
+    if position_ids is None:
+        return None
+    starts = torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1
+    if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and not starts.any():
+        return None
+    document = starts.cumsum(-1)
+    return lambda row, head, query, key: document[row, query] == document[row, key]
+
+
 def check_tokens(
     config: TransformerBlockConfig,
     input_ids: torch.Tensor | None,
@@ -660,7 +676,8 @@ class TransformerBlockStack(TransformerBlockPreTrainedModel):
                 config, hidden_states, attention_mask, position_ids=position_ids, **{CACHE: cache}
             )
         else:
-            mask = create_bidirectional_mask(config, hidden_states, attention_mask)
+            same = None if attention_mask is not None else same_document(position_ids)
+            mask = create_bidirectional_mask(config, hidden_states, attention_mask, and_mask_function=same)
         if encoder_hidden_states is None:
             return mask, None
         return mask, create_bidirectional_mask(

@@ -94,9 +94,7 @@ def test_packed_is_unpacked_in_float64(shape, preset, backend):
     ids = torch.cat(rows, dim=1)
     with attending(model, backend), torch.no_grad():
         alone = torch.cat([model(row)[0] for row in rows], dim=1)
-        packed = []
-        if shape == "decoder":  # the library finds packed sequences for a causal mask without a cache only
-            packed.append(model(ids, position_ids=POSITIONS, use_cache=False)[0])
+        packed = [model(ids, position_ids=POSITIONS, use_cache=False)[0]]
         if backend != "flex_attention":
             mask = block_mask(causal=shape == "decoder")
             packed.append(model(ids, attention_mask=mask, position_ids=POSITIONS)[0])
