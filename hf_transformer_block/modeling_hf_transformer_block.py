@@ -475,7 +475,7 @@ def reads_values(tensor: torch.Tensor) -> bool:
 
 def same_document(position_ids: torch.Tensor | None) -> Callable | None:
     """
-    Returns whether two tokens of a row are of one document, as a mask function (row, head, query, key) -> bool.
+    Returns whether two tokens of a row are of one document, as a function (row, head, query, key) -> bool.
 
     Documents are packed into a row by positions that do not go on by 1, the rule of transformers for causal
     masks. None where every row is one document.

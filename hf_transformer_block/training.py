@@ -1,28 +1,28 @@
-"""The verbs of training on Accelerate: optimizer, updates, update, evaluate, translate, checkpoint."""
+"""The verbs of training on Accelerate: optimizer, update, moving average, evaluate, translate."""
 
 import contextlib
-import json
 import math
 import os
-import shutil
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import sacrebleu
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import DistributedType, gather_object, send_to_device
 from datasets import Dataset
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .data import UpdateSampler, collate
+from .batches import rank_shares, split_batch
 
 
-Batch = dict[str, torch.Tensor]
+if TYPE_CHECKING:
+    from .tasks.base import Batch, Example, Task
 
 
 def use_all_cores(accelerator: Accelerator) -> None:
@@ -30,6 +30,17 @@ def use_all_cores(accelerator: Accelerator) -> None:
     if accelerator.device.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(torch.get_num_threads(), cores // accelerator.num_processes))
+
+
+def bare(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
+    """Returns the model that an engine and torch.compile have wrapped."""
+    return accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Returns whether a forward pass needs all processes, as each of them holds a part of the weights."""
+    by_engine = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    return by_engine or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def build_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
@@ -42,45 +53,99 @@ def build_optimizer(model: nn.Module, learning_rate: float, weight_decay: float)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.98))
 
 
-def updates(
+class ExponentialMovingAverage:
+    """
+    Average of the weights after each update, the recent ones counting most: a <- d a + (1 - d) w.
+
+    d rises from 0.1 to `decay` as min(decay, (1 + n) / (10 + n)) over n updates, so that the random start is
+    soon forgotten. Works on sharded weights; its state holds whole tensors.
+
+    Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992).
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], decay: float):
+        self.parameters = list(parameters)
+        self.decay = decay
+        self.updates = 0
+        self.averages = [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes in the weights as they are now."""
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        get_ema_multi_avg_fn(decay)(self.averages, self.parameters, self.updates)
+        self.updates += 1
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges the weights and their averages."""
+        for parameter, average in zip(self.parameters, self.averages, strict=True):
+            kept = parameter.detach().clone()
+            parameter.copy_(average)
+            average.copy_(kept)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Lets the model compute with the averages for a while."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = [a.full_tensor() if isinstance(a, DTensor) else a for a in self.averages]
+        return {"updates": self.updates, "averages": whole}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
+        for average, saved in zip(self.averages, state["averages"], strict=True):
+            saved = saved.to(average.device)
+            is_part = isinstance(average, DTensor)
+            average.copy_(
+                distribute_tensor(saved, average.device_mesh, average.placements) if is_part else saved
+            )
+
+
+def micro_batches(
     accelerator: Accelerator,
-    dataset: Dataset,
-    batch_size: int,
-    micro_batch_size: int | None,
-    pad_token_id: int,
-    seed: int,
-    numbers: range,
-) -> Iterator[list[Batch]]:
+    task: "Task",
+    tokenizer: PreTrainedTokenizerBase,
+    examples: "list[Example]",
+    pieces: int,
+) -> "list[Batch]":
     """
-    Yields the micro-batches of the optimizer updates with these numbers, on this process's device.
+    Returns this process's part of a batch, in `pieces` on its device.
 
-    Args:
-        batch_size: examples of one update, over all processes.
-        micro_batch_size: most examples at a time on one process; None: its whole share.
+    A piece without an example of its own is a muted copy of the first: every process has to take part.
     """
-    sampler = UpdateSampler(
-        list(dataset["length"]),
-        batch_size,
-        seed,
-        numbers,
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
-    size = micro_batch_size or batch_size
-
-    def cut(examples: list[dict]) -> list[Batch]:
-        return [collate(examples[i : i + size], pad_token_id) for i in range(0, len(examples), size)]
-
-    # with a generator of its own: a loader without one draws a number from the random state that dropout uses
-    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=cut, generator=torch.Generator())
-    for micro_batches in loader:
-        yield send_to_device(micro_batches, accelerator.device)
+    parts = split_batch(examples, accelerator.process_index, accelerator.num_processes, pieces)
+    batches = [
+        task.collate(part, tokenizer) if part else task.mute(task.collate(examples[:1], tokenizer))
+        for part in parts
+    ]
+    return send_to_device(batches, accelerator.device)
 
 
-def count_targets(batch: Batch, is_encoder_decoder: bool) -> torch.Tensor:
-    """Returns how many tokens a batch predicts: a causal model predicts no first token."""
-    labels = batch["labels"] if is_encoder_decoder else batch["labels"][:, 1:]
-    return (labels != -100).sum()
+@dataclass
+class Update:
+    """
+    What one optimizer update reports, over all processes.
+
+    Attributes:
+        loss: mean over the targets (nats).
+        targets: labels that counted.
+        grad_norm: length of the gradient before clipping; None where the engine keeps it to itself.
+        is_finite: whether loss and gradient were; if not, the weights have stayed as they were.
+        is_last: whether a process was asked to stop.
+    """
+
+    loss: float
+    targets: int
+    grad_norm: float | None
+    is_finite: bool
+    is_last: bool
 
 
 def update(
@@ -88,80 +153,86 @@ def update(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
-    micro_batches: list[Batch],
-    label_smoothing: float = 0.0,
+    batches: "list[Batch]",
+    count_targets: "Callable[[Batch], torch.Tensor]",
     max_grad_norm: float = 1.0,
-) -> tuple[float, int]:
+    wants_stop: bool = False,
+    **loss_options: float,
+) -> Update:
     """
-    Makes one optimizer update; returns the mean loss per target token (nats) and the number of those tokens.
+    Makes one optimizer update of as many micro-batches as the accelerator accumulates.
 
-    Losses are summed over micro-batches and processes and divided by their common number of target tokens, so
-    the update does not depend on how the batch was split.
+    Losses are summed over micro-batches and processes and divided by their common number of targets, so the
+    update does not depend on how the batch was split. A loss or gradient that is not finite changes nothing.
     """
-    is_encoder_decoder = accelerator.unwrap_model(model).config.is_encoder_decoder
-    tokens = accelerator.reduce(sum(count_targets(batch, is_encoder_decoder) for batch in micro_batches))
+    counts = torch.stack(
+        [sum(map(count_targets, batches)), torch.tensor(int(wants_stop), device=accelerator.device)]
+    )
+    counts = accelerator.reduce(counts)
+    targets = counts[0].clamp(min=1)
     total = torch.zeros((), device=accelerator.device)
-    for index, batch in enumerate(micro_batches):
-        is_last = index == len(micro_batches) - 1
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-            loss = model(**batch, num_items_in_batch=tokens, label_smoothing=label_smoothing).loss
-            accelerator.backward(loss * accelerator.num_processes)  # the gradients of processes are averaged
+    scale = accelerator.num_processes * accelerator.gradient_accumulation_steps  # both are averaged over
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch, num_items_in_batch=targets, **loss_options).loss
+            accelerator.backward(loss * scale)
         total += loss.detach()
-    accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
-    scheduler.step()
+    loss = accelerator.reduce(total).item()
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = None if norm is None else float(norm)
+    # fp16 scales the loss so high that gradients overflow now and then: its scaler skips those updates itself
+    has_scaler = accelerator.scaler is not None
+    is_finite = math.isfinite(loss) and (has_scaler or norm is None or math.isfinite(norm))
+    if is_finite or has_scaler:
+        optimizer.step()
+        if not accelerator.optimizer_step_was_skipped:
+            scheduler.step()
     optimizer.zero_grad()
-    return accelerator.reduce(total).item(), int(tokens)
+    return Update(loss, int(counts[0]), norm, is_finite, bool(counts[1]))
 
 
-def rank_shares(accelerator: Accelerator, lengths: list[int], batch_size: int) -> list[list[int]]:
-    """Returns this process's batches of example numbers, longest first, over the whole data set once."""
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    mine = order[accelerator.process_index :: accelerator.num_processes]
-    return [mine[start : start + batch_size] for start in range(0, len(mine), batch_size)]
+def evaluation_batches(accelerator: Accelerator, lengths: list[int], batch_size: int) -> list[list[int]]:
+    """Returns this process's batches of example numbers: each example once, as many batches everywhere."""
+    index, count = accelerator.process_index, accelerator.num_processes
+    most = math.ceil(math.ceil(len(lengths) / count) / batch_size)
+    batches = rank_shares(lengths, batch_size, index, count)
+    return batches + [[] for _ in range(most - len(batches))]
 
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, dataset: Dataset, batch_size: int, pad_token_id: int
-) -> dict[str, float]:
-    """Returns the mean loss (nats per target token) over a data set, each example once, and the tokens."""
+    accelerator: Accelerator,
+    model: nn.Module,
+    task: "Task",
+    examples: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+) -> tuple[dict[str, float], list[Any]]:
+    """
+    Returns the mean loss over all targets (nats) with their number, and the prediction for each example.
+
+    Every example counts once, whatever the number of processes.
+    """
     model = accelerator.unwrap_model(model)
     was_training = model.training
     model.eval()
-    batches = rank_shares(accelerator, list(dataset["length"]), batch_size)
-    loader = DataLoader(
-        dataset, batch_sampler=batches, collate_fn=partial(collate, pad_token_id=pad_token_id)
-    )
-    loss, tokens = 0.0, 0
-    for batch in loader:
-        batch = send_to_device(batch, accelerator.device)
+    loss, targets, predictions = 0.0, 0, []
+    batches = evaluation_batches(accelerator, list(examples["length"]), batch_size)
+    is_main = accelerator.is_main_process
+    for numbers in tqdm(batches, desc="evaluate", leave=False, disable=not is_main):
+        chosen = [{**examples[number], "draw": number} for number in numbers or [0]]
+        batch = task.collate(chosen, tokenizer)
+        batch = send_to_device(batch if numbers else task.mute(batch), accelerator.device)
         with accelerator.autocast():
-            loss += model(**batch, num_items_in_batch=1, use_cache=False).loss.item()
-        tokens += count_targets(batch, model.config.is_encoder_decoder).item()
+            outputs = model(**batch, num_items_in_batch=1, use_cache=False)
+        if numbers:
+            loss += outputs.loss.item()
+            targets += int(task.count_targets(batch))
+            predictions += zip(numbers, task.predict(outputs, batch), strict=True)
     model.train(was_training)
-    losses, counts = zip(*gather_object([(loss, tokens)]), strict=True)
-    return {"loss": sum(losses) / sum(counts), "tokens": sum(counts)}
-
-
-def bits_per_byte(loss: float, tokens: int, num_bytes: int) -> float:
-    """Returns a model's bits per UTF-8 byte of text, comparable between tokenizers, from nats per token."""
-    return loss * tokens / math.log(2) / num_bytes
-
-
-def evaluate_text(
-    accelerator: Accelerator,
-    model: nn.Module,
-    blocks: Dataset,
-    texts: Dataset,
-    batch_size: int,
-    pad_token_id: int,
-) -> dict[str, float]:
-    """Returns loss and perplexity on the blocks that texts were cut into, and the bits per byte of text."""
-    result = evaluate(accelerator, model, blocks, batch_size, pad_token_id)
-    num_bytes = sum(len(text.encode()) for text in texts["text"])
-    bits = bits_per_byte(result["loss"], result["tokens"], num_bytes)
-    return {**result, "perplexity": math.exp(result["loss"]), "bits_per_byte": bits}
+    losses, counts = zip(*gather_object([(loss, targets)]), strict=True)
+    everywhere = sorted(gather_object(predictions), key=lambda pair: pair[0])
+    return {"loss": sum(losses) / max(1, sum(counts)), "targets": sum(counts)}, [p for _, p in everywhere]
 
 
 @torch.no_grad()
@@ -171,77 +242,59 @@ def translate(
     tokenizer: PreTrainedTokenizerBase,
     sources: list[str],
     batch_size: int,
-    **generation: int,
+    max_length: int | None = None,
+    **generation: Any,
 ) -> list[str]:
     """Returns a translation for every source, on every process; sources of about one length go together."""
-    model = accelerator.unwrap_model(model)
+    generation["synced_gpus"] = is_sharded(accelerator, model) and accelerator.num_processes > 1
+    model = bare(accelerator, model)
     was_training = model.training
     model.eval()
-    encoded = tokenizer(sources, verbose=False)["input_ids"]
-    batches = rank_shares(accelerator, [len(ids) for ids in encoded], batch_size)
+    cut = {"truncation": True, "max_length": max_length} if max_length else {"verbose": False}
+    encoded = tokenizer(sources, **cut)["input_ids"]
+    batches = evaluation_batches(accelerator, [len(ids) for ids in encoded], batch_size)
     outputs = []
-    for batch in tqdm(batches, desc="translate", leave=False, disable=not accelerator.is_main_process):
-        inputs = tokenizer.pad({"input_ids": [encoded[index] for index in batch]}, return_tensors="pt")
-        generated = model.generate(**inputs.to(accelerator.device), **generation)
+    for numbers in tqdm(batches, desc="translate", leave=False, disable=not accelerator.is_main_process):
+        inputs = tokenizer.pad({"input_ids": [encoded[n] for n in numbers or [0]]}, return_tensors="pt")
+        with accelerator.autocast():
+            generated = model.generate(**inputs.to(accelerator.device), **generation)
         texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
-        outputs += zip(batch, texts, strict=True)
+        outputs += zip(numbers, texts[: len(numbers)], strict=True)
     model.train(was_training)
     return [text for _, text in sorted(gather_object(outputs))]
 
 
-def score_translations(hypotheses: list[str], references: list[str]) -> dict[str, float | str]:
-    """Returns exact match (percent), BLEU and chrF with sacreBLEU's signatures."""
-    bleu, chrf = sacrebleu.BLEU(), sacrebleu.CHRF()
-    matches = sum(
-        hypothesis == reference for hypothesis, reference in zip(hypotheses, references, strict=True)
-    )
-    return {
-        "exact_match": 100 * matches / len(references),
-        "bleu": bleu.corpus_score(hypotheses, [references]).score,
-        "bleu_signature": str(bleu.get_signature()),
-        "chrf": chrf.corpus_score(hypotheses, [references]).score,
-        "chrf_signature": str(chrf.get_signature()),
-    }
+def save_model(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
+    """
+    Saves a model as one normal folder, whatever engine trained it; all processes call it.
+
+    Raises ValueError for weights that the engine gave without their values.
+    """
+    state_dict = accelerator.get_state_dict(model)
+    if empty := [name for name, weight in (state_dict or {}).items() if not weight.numel()]:
+        raise ValueError(
+            f"{empty[0]} came without its values: set zero3_save_16bit_model: true in the DeepSpeed configuration"
+        )
+    model, is_main = bare(accelerator, model), accelerator.is_main_process
+    model.save_pretrained(folder, is_main_process=is_main, state_dict=state_dict)
 
 
-def checkpoints(output_dir: Path) -> list[Path]:
-    """Returns the complete checkpoints of a run, oldest first."""
-    return sorted((output_dir / "checkpoints").glob("step-*[0-9]"))
-
-
-def register_state(accelerator: Accelerator, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-    """Adds the schedule to checkpoints, and stores tied weights once, as `save_pretrained` does."""
-    accelerator.register_for_checkpointing(scheduler)
-
-    def drop_tied(models: list[nn.Module], states: list[dict], output_dir: str) -> None:
-        # there are no states where an engine saves its own
-        for model, state in zip(models, states, strict=False):
-            tied = accelerator.unwrap_model(model).all_tied_weights_keys
-            for name in [name for name in state if name.removeprefix("module.") in tied]:
-                del state[name]
-
-    accelerator.register_save_state_pre_hook(drop_tied)
-
-
-def save_checkpoint(accelerator: Accelerator, output_dir: Path, state: dict, keep: int = 2) -> None:
-    """Writes weights, optimizer, schedule, random states and `state` to a folder, renamed when whole."""
-    folder = output_dir / "checkpoints" / f"step-{state['step']:08d}"
-    partial_folder = folder.with_suffix(".partial")
-    if accelerator.is_main_process:
-        shutil.rmtree(partial_folder, ignore_errors=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial_folder))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        (partial_folder / "state.json").write_text(json.dumps(state))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial_folder.rename(folder)
-        for old in checkpoints(output_dir)[:-keep]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-
-
-def load_checkpoint(accelerator: Accelerator, folder: Path) -> dict:
-    """Restores what `save_checkpoint` wrote and returns its `state`."""
-    accelerator.load_state(str(folder))
-    return json.loads((folder / "state.json").read_text())
+@torch.no_grad()
+def write_on(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[int],
+    max_new_tokens: int,
+) -> str:
+    """Returns a prompt and how a language model goes on, sampled; training's random state stays."""
+    is_shared = is_sharded(accelerator, model) and accelerator.num_processes > 1
+    model = bare(accelerator, model)
+    was_training = model.training
+    model.eval()
+    ids = torch.tensor([prompt], device=accelerator.device)
+    options = {"do_sample": True, "max_new_tokens": max_new_tokens, "synced_gpus": is_shared}
+    with torch.random.fork_rng(), accelerator.autocast():
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    model.train(was_training)
+    return tokenizer.decode(written[0], skip_special_tokens=True)

@@ -1,40 +1,42 @@
 """
-Scores a saved folder, or a model of the Hub: exact match, BLEU and chrF, or perplexity and bits per byte.
+Scores a saved folder, or a model of the Hub, by the measures of its task.
 
     python scripts/evaluate.py runs/dates                                     on dates that training never saw
     python scripts/evaluate.py runs/en-de --files test.en test.de --num_beams 5
     python scripts/evaluate.py runs/writer --files book.txt
+    python scripts/evaluate.py runs/labels --files test.csv --output_file answers.txt
 """
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its threads
 
 from accelerate import Accelerator
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, PreTrainedConfig
 
 
 try:
     from datasets import Dataset
 
     from hf_transformer_block import training
+    from hf_transformer_block.arguments import Arguments as TrainingArguments
     from hf_transformer_block.arguments import HelpFormatter, flag
-    from hf_transformer_block.data import read_pairs, read_texts, tokenize_stream
-    from hf_transformer_block.dates import date_pairs
+    from hf_transformer_block.building import build_task
+    from hf_transformer_block.loading import Origin, encode, load
+    from hf_transformer_block.preparing import read_dates, report
+    from hf_transformer_block.tasks import TASKS, Split, Task
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
+
+
+def same_flag(name: str) -> object:
+    """Returns a flag of scripts/train.py."""
+    field = TrainingArguments.__dataclass_fields__[name]
+    return flag(field.default, field.metadata["help"])
 
 
 @dataclass
@@ -42,51 +44,47 @@ class Arguments:
     """What to score, and on what."""
 
     files: list[str] | None = flag(
-        None,
-        "translation: one file with two columns or two parallel text files; causal-lm: any number of files. "
-        "Without: the embedded dates of the test split.",
+        None, "Files as for training. Without, for a translation model: the embedded dates of the test split."
     )
-    source_column: str = flag("source", "Column of the text to translate.")
-    target_column: str = flag("target", "Column of its translation.")
-    text_column: str = flag("text", "Column of the documents of a language model.")
-    batch_size: int = flag(64, "Texts at a time.")
-    num_beams: int | None = flag(None, "Beams. Without: the model's generation config.")
-    output_file: str | None = flag(None, "File for the translations, one a line.")
+    dataset_name: str | None = flag(None, "Data set of the Hub, or a folder of one, instead of files.")
+    dataset_config_name: str | None = same_flag("dataset_config_name")
+    split: str = flag("test", "Its split.")
+    source_column: str = same_flag("source_column")
+    target_column: str = same_flag("target_column")
+    text_column: str = same_flag("text_column")
+    text_pair_column: str | None = same_flag("text_pair_column")
+    label_column: str = same_flag("label_column")
+    label_until: str | None = same_flag("label_until")
+    bleu_tokenize: str | None = same_flag("bleu_tokenize")
+    bad_rows: str = same_flag("bad_rows")
+    batch_size: int = flag(64, "Examples at a time, on each process.")
+    num_beams: int | None = flag(None, "Beams of a translation. Without: the model's generation config.")
+    output_file: str | None = flag(None, "File for the answers (translations, labels, ...), one a line.")
 
 
-def score_translation(
-    accelerator: Accelerator,
-    arguments: Arguments,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, float | str]:
-    """Returns the scores of the model's translations, and writes them if asked to."""
-    if arguments.files is None:
-        pairs = Dataset.from_list(date_pairs("test", 2_000))
-    else:
-        pairs = read_pairs(arguments.files, arguments.source_column, arguments.target_column)
-    beams = {} if arguments.num_beams is None else {"num_beams": arguments.num_beams}
-    sources, references = list(pairs["source"]), list(pairs["target"])
-    hypotheses = training.translate(accelerator, model, tokenizer, sources, arguments.batch_size, **beams)
-    if arguments.output_file and accelerator.is_main_process:
-        Path(arguments.output_file).write_text("".join(f"{line}\n" for line in hypotheses), encoding="utf-8")
-    return {"pairs": len(pairs), **training.score_translations(hypotheses, references)}
+def task_of(config: PreTrainedConfig, arguments: Arguments) -> Task:
+    """Returns the task that a saved model was trained for; raises ValueError if it has no head for one."""
+    name = (config.architectures or ["none"])[0]
+    found = [task for task in TASKS.values() if task.model_class.__name__ == name]
+    if not found:
+        heads = ", ".join(task.model_class.__name__ for task in TASKS.values())
+        raise ValueError(f"the model is a {name}, whose task is not known (known: {heads})")
+    task = replace(build_task(arguments, found[0].name), max_length=config.max_position_embeddings - 1)
+    if hasattr(task, "labels"):
+        task = replace(task, labels=tuple(config.id2label[number] for number in range(config.num_labels)))
+    return task
 
 
-def score_text(
-    accelerator: Accelerator,
-    arguments: Arguments,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, float | str]:
-    """Returns how well the model predicts texts, in blocks as long as the model was trained on."""
-    if arguments.files is None:
-        raise ValueError("a language model is scored on texts: give --files")
-    texts = read_texts(arguments.files, arguments.text_column)
-    blocks = tokenize_stream(texts, tokenizer, model.config.max_position_embeddings - 1)
-    return training.evaluate_text(
-        accelerator, model, blocks, texts, arguments.batch_size, tokenizer.pad_token_id
-    )
+def read_rows(task: Task, arguments: Arguments, accelerator: Accelerator) -> Dataset:
+    """Returns the rows to score the model on, and says which were left out."""
+    if arguments.files is None and arguments.dataset_name is None:
+        if task.name != "translation":
+            raise ValueError(f"a model for {task.name} has no data of its own: give --files")
+        return read_dates().rows["test"]
+    data_set = (arguments.dataset_name, arguments.dataset_config_name, arguments.split)
+    loaded = load(task, Origin(tuple(arguments.files or ()), *data_set), arguments.bad_rows)
+    accelerator.print(report("read", f"{len(loaded.rows):,} rows", loaded.dropped, 0))
+    return loaded.rows
 
 
 def main() -> None:
@@ -98,16 +96,25 @@ def main() -> None:
     accelerator = Accelerator()
     training.use_all_cores(accelerator)
     try:
-        config = AutoConfig.from_pretrained(named.model)
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = auto.from_pretrained(named.model).to(accelerator.device)
+        task = task_of(AutoConfig.from_pretrained(named.model), arguments)
+        model = task.model_class.from_pretrained(named.model).to(accelerator.device)
         tokenizer = AutoTokenizer.from_pretrained(named.model)
-        score = score_translation if config.is_encoder_decoder else score_text
-        result = score(accelerator, arguments, model, tokenizer)
+        with accelerator.local_main_process_first():
+            rows = read_rows(task, arguments, accelerator)
+            examples, dropped = encode(task, rows, tokenizer, False, arguments.bad_rows)
+        cut = dropped.pop("cut", 0)
+        accelerator.print(report("scored", f"{len(examples):,} examples", dropped, cut))
+        beams = {} if arguments.num_beams is None else {"num_beams": arguments.num_beams}
+        scores, answers = task.evaluate(
+            accelerator, model, tokenizer, Split(rows, examples), arguments.batch_size, **beams
+        )
+        if arguments.output_file and accelerator.is_main_process:
+            text = "".join(" ".join(answer.split("\n")) + "\n" for answer in answers)
+            Path(arguments.output_file).write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
         raise SystemExit(f"evaluate.py: {error}") from error
     if accelerator.is_main_process:
-        print(json.dumps(result, indent=2, ensure_ascii=False))
+        print(json.dumps(scores, indent=2, ensure_ascii=False))
 
 
 if __name__ == "__main__":

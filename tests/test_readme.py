@@ -11,7 +11,7 @@ from conftest import tiny_config
 from test_scripts import TWO_PROCESSES
 
 from hf_transformer_block import TransformerBlockForConditionalGeneration
-from hf_transformer_block.data import train_tokenizer
+from hf_transformer_block.vocabulary import train_tokenizer
 
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +24,9 @@ COMMANDS = [line for language, code in BLOCKS if language == "bash" for line in 
 @pytest.mark.parametrize("number", range(3))
 def test_python_runs(number, tmp_path):
     assert len(PYTHON) == 3
-    tokenizer = train_tokenizer(iter(["March 5, 2024 5. März 2024年3月5日"]), "char", 60, 64, ends_texts=True)
+    tokenizer = train_tokenizer(
+        iter(["March 5, 2024 5. März 2024年3月5日"]), "char", 60, 64, "encoder-decoder"
+    )
     tokenizer.save_pretrained(tmp_path / "runs" / "dates")  # what the main job leaves, untrained
     model = TransformerBlockForConditionalGeneration(
         tiny_config("encoder-decoder", vocab_size=len(tokenizer))

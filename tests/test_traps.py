@@ -21,7 +21,6 @@ from conftest import (
     MODELS,
     POSITIONS,
     SHAPES,
-    load_script,
     model_name,
     output_of,
     tiny_config,
@@ -30,6 +29,7 @@ from conftest import (
     tiny_tokenizer,
     tiny_tokens,
 )
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
@@ -57,8 +57,11 @@ from hf_transformer_block import (
     TransformerBlockPreTrainedModel,
 )
 from hf_transformer_block import modeling_hf_transformer_block as modeling
-from hf_transformer_block.data import collate, train_tokenizer
+from hf_transformer_block.arguments import Arguments
+from hf_transformer_block.run import Run
+from hf_transformer_block.tasks import CausalLM, Split
 from hf_transformer_block.training import update
+from hf_transformer_block.vocabulary import train_tokenizer
 
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
@@ -460,13 +463,12 @@ def test_lt5_lt6_arguments_have_the_names_that_the_librarys_trainer_looks_for(mo
 
 @pytest.mark.parametrize(("processes", "micro_batches"), [(1, 1), (1, 3), (2, 1), (3, 2)])
 def test_ac2_the_schedule_counts_updates_and_not_processes(processes, micro_batches, monkeypatch, tmp_path):
-    script = load_script("train")
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         monkeypatch.setitem(state, "num_processes", processes)
     assert accelerator.num_processes == processes
-    tokenizer = train_tokenizer(iter(["abcdef"]), "char", 20, 16, ends_texts=True)
-    arguments = script.Arguments(
+    tokenizer = train_tokenizer(iter(["abcdef"]), "char", 20, 16, "decoder")
+    arguments = Arguments(
         task="causal-lm",
         hidden_size=8,
         num_hidden_layers=1,
@@ -477,14 +479,15 @@ def test_ac2_the_schedule_counts_updates_and_not_processes(processes, micro_batc
         learning_rate=0.6,
         output_dir=str(tmp_path),
     )
-    model, optimizer, scheduler, _ = script.prepare_training(accelerator, arguments, tokenizer)
-    batch = collate([{"input_ids": [3, 4, 5]}], pad_token_id=0)
-    rates = []
+    example = {"input_ids": [3, 4, 5], "labels": [-100, 4, 5], "position_ids": [0, 1, 2], "length": 3}
+    task, split = CausalLM(max_length=16), Split(None, Dataset.from_list([example]))
+    run = Run(arguments, accelerator, task, tokenizer, {"train": split})
+    batches, rates = [task.collate([example], tokenizer)] * micro_batches, []
     for _ in range(8):
-        rates.append(optimizer.param_groups[0]["lr"])
-        update(accelerator, model, optimizer, scheduler, [batch] * micro_batches)
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        update(accelerator, run.model, run.optimizer, run.scheduler, batches, task.count_targets)
     assert rates == pytest.approx([0.0, 0.3, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
-    model.generation_config.validate(strict=True)  # GN11, before the first step
+    run.model.generation_config.validate(strict=True)  # GN11, before the first step
 
 
 def test_ec2_the_layers_that_adapters_choose_are_in_the_readme():

@@ -1,0 +1,115 @@
+"""Task, configuration and model of a training run, as its flags ask."""
+
+from dataclasses import fields
+from typing import Any
+
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .arguments import Arguments
+from .configuration_hf_transformer_block import TransformerBlockConfig
+from .tasks import TASKS, Task
+
+
+def build_task(arguments: Any, name: str) -> Task:
+    """Returns the task with those of its fields that are flags."""
+    task = TASKS[name]
+    return task(**{f.name: getattr(arguments, f.name) for f in fields(task) if hasattr(arguments, f.name)})
+
+
+def check_config(build: Any, **values: Any) -> TransformerBlockConfig:
+    """Returns a configuration; raises ValueError, in one sentence, for fields that do not fit together."""
+    try:
+        return build(**values)
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__)) from error
+
+
+def read_overrides(arguments: Arguments) -> dict[str, Any]:
+    """Returns the fields of --config_overrides; raises ValueError if it is no 'key: value, ...'."""
+    try:
+        overrides = yaml.safe_load(f"{{{arguments.config_overrides}}}")
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"--config_overrides {arguments.config_overrides!r} is no 'key: value, ...'"
+        ) from error
+    if unset := [key for key, value in overrides.items() if value is None]:
+        raise ValueError(f"--config_overrides gives no value for {unset[0]!r}: write 'key: value'")
+    return overrides
+
+
+def build_config(arguments: Arguments, task: Task, **tokens: int | None) -> TransformerBlockConfig:
+    """Returns the configuration of a fresh model; raises ValueError for flags that do not fit together."""
+    values = {
+        "architecture": task.architecture,
+        "hidden_size": arguments.hidden_size,
+        "num_hidden_layers": arguments.num_hidden_layers,
+        "num_attention_heads": arguments.num_attention_heads,
+        "intermediate_size": arguments.intermediate_size,
+        "dropout": arguments.dropout,
+        "max_position_embeddings": arguments.max_length + 1,
+        **task.config_values(),
+        **tokens,
+        **read_overrides(arguments),
+    }
+    return check_config(getattr(TransformerBlockConfig, arguments.preset), **values)
+
+
+def load_config(arguments: Arguments) -> TransformerBlockConfig:
+    """Returns the configuration of --model_name_or_path; raises ValueError if it is of another family."""
+    name = arguments.model_name_or_path
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(
+            f"--model_name_or_path {name} is neither a folder nor an id that loads: {error}"
+        ) from error
+    if config.model_type != TransformerBlockConfig.model_type:
+        raise ValueError(
+            f"--model_name_or_path {name} is a {config.model_type}, no model of this family: "
+            f"scripts/convert.py makes one of a GPT-2, Llama, Mistral, Qwen2, Qwen3 or Marian"
+        )
+    return config
+
+
+def fine_tuned_model(arguments: Arguments, task: Task) -> PreTrainedModel:
+    """Returns the model of --model_name_or_path with the task's head, which is new if it had another."""
+    config = load_config(arguments)
+    values = task.config_values() | read_overrides(arguments) | {"dropout": arguments.dropout}
+    for name, value in values.items():
+        setattr(config, name, value)
+    return task.model_class.from_pretrained(arguments.model_name_or_path, config=config, dtype="float32")
+
+
+def fresh_model(arguments: Arguments, task: Task, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Returns a model with fresh weights for the tokenizer's vocabulary."""
+    translates = task.architecture == "encoder-decoder"
+    start = tokenizer.pad_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    config = build_config(
+        arguments,
+        task,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=start if translates else None,
+    )
+    return task.model_class(config)
+
+
+def build_model(arguments: Arguments, task: Task, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Returns the run's model, fresh or from --model_name_or_path, with its generation settings."""
+    if arguments.model_name_or_path:
+        model = fine_tuned_model(arguments, task)
+    else:
+        model = fresh_model(arguments, task, tokenizer)
+    if arguments.gradient_checkpointing:  # renamed in transformers 5.24
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    if not model.can_generate():
+        return model
+    # else the library's default: 20 tokens, and none beyond the last position whatever the prompt's length
+    if model.config.is_encoder_decoder or model.config.position_embedding in ("rotary", "none"):
+        model.generation_config.max_new_tokens = arguments.max_length
+    model.generation_config.num_beams = arguments.num_beams
+    return model

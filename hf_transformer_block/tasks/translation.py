@@ -1,0 +1,128 @@
+"""Translation, or any text to any text: pairs, an encoder-decoder, BLEU and chrF of what it writes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import training
+from ..metrics import score_translations
+from ..modeling_hf_transformer_block import TransformerBlockForConditionalGeneration
+from ..reading import kind_of, pick, read_lines, read_records
+from .base import BadRow, Batch, Example, Row, Scores, Split, Task, pad, pad_inputs, show_pairs
+
+
+@dataclass(frozen=True)
+class Translation(Task):
+    """
+    Writes a target text for a source text.
+
+    Attributes:
+        source_column: column of a table that holds the source.
+        target_column: column of its translation.
+        bleu_tokenize: sacreBLEU's tokenizer, "none" for texts that are tokenized; by default the script's.
+    """
+
+    source_column: str = "source"
+    target_column: str = "target"
+    bleu_tokenize: str | None = None
+
+    name: ClassVar[str] = "translation"
+    architecture: ClassVar[str] = "encoder-decoder"
+    model_class: ClassVar[type[PreTrainedModel]] = TransformerBlockForConditionalGeneration
+    metrics: ClassVar[dict[str, bool]] = {"loss": False, "bleu": True, "chrf": True, "exact_match": True}
+
+    def read(self, files: Sequence[str]) -> Iterator[Row]:
+        if len(files) == 2:
+            yield from self.read_parallel(*files)
+        elif len(files) == 1 and kind_of(files[0]) != "text":
+            yield from read_records(files[0], [self.source_column, self.target_column])
+        else:
+            raise ValueError(
+                f"translation reads one table with two columns (jsonl, csv, tsv, parquet) or two parallel "
+                f"texts, not {', '.join(files)}; a text by itself is for --task causal-lm"
+            )
+
+    def read_parallel(self, source: str, target: str) -> Iterator[Row]:
+        """Yields the pairs of line n and line n; raises ValueError for files of unequal length."""
+        lines, counts = [read_lines(source), read_lines(target)], [0, 0]
+        while True:
+            pair = [next(side, None) for side in lines]
+            if None in pair:
+                break
+            counts = [count + 1 for count in counts]
+            yield {self.source_column: pair[0], self.target_column: pair[1]}
+        counts = [
+            count + (text is not None) + sum(1 for _ in side)
+            for count, text, side in zip(counts, pair, lines, strict=True)
+        ]
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"{source} has {counts[0]} lines but {target} has {counts[1]}: line n of one must be the "
+                f"translation of line n of the other"
+            )
+
+    def parse(self, raw: Row) -> Row:
+        source = pick(raw, self.source_column, "--source_column")
+        target = pick(raw, self.target_column, "--target_column")
+        for name, text in (("source", source), ("target", target)):
+            if not isinstance(text, str):
+                raise BadRow(f"its {name} is {text!r} instead of a text")
+            if not text.strip():
+                raise BadRow(f"its {name} is empty")
+        return {"source": source, "target": target}
+
+    def texts(self, row: Row) -> list[str]:
+        return [row["source"], row["target"]]
+
+    def encode(
+        self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, is_training: bool
+    ) -> dict[str, list]:
+        # in training the tokenizer must not cut, for half a pair teaches something wrong
+        cut = {"verbose": False} if is_training else {"truncation": True, "max_length": self.max_length}
+        whole = [tokenizer(rows[name], verbose=False)["input_ids"] for name in ("source", "target")]
+        sides = (
+            whole if is_training else [tokenizer(rows[n], **cut)["input_ids"] for n in ("source", "target")]
+        )
+        lengths = [max(len(source), len(target)) for source, target in zip(*whole, strict=True)]
+        too_long = f"it is longer than {self.max_length} tokens"
+        is_long = [length > self.max_length for length in lengths]
+        return {
+            "input_ids": sides[0],
+            "labels": sides[1],
+            "length": [min(length, self.max_length) for length in lengths],
+            "row": rows["row"],
+            "dropped": [too_long if long and is_training else "" for long in is_long],
+            "cut": [long and not is_training for long in is_long],
+        }
+
+    def collate(self, examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> Batch:
+        return {**pad_inputs(examples, tokenizer.pad_token_id), "labels": pad(examples, "labels", -100)}
+
+    def count_tokens(self, example: Example) -> int:
+        return len(example["input_ids"]) + len(example["labels"])
+
+    def evaluate(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        split: Split,
+        batch_size: int,
+        num_pairs: int | None = None,
+        **generation: Any,
+    ) -> tuple[Scores, list[str]]:
+        """Returns the loss of all pairs, the scores of the first `num_pairs` translations, and these."""
+        result, _ = training.evaluate(accelerator, model, self, split.examples, tokenizer, batch_size)
+        pairs = split.rows[:num_pairs]
+        hypotheses = training.translate(
+            accelerator, model, tokenizer, pairs["source"], batch_size, self.max_length, **generation
+        )
+        return result | score_translations(hypotheses, pairs["target"], self.bleu_tokenize), hypotheses
+
+    def show(self, rows: Any, answers: list[str]) -> list[str]:
+        first = rows[:4]
+        return show_pairs(first["source"], answers, first["target"])
