@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from datasets import IterableDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, get_scheduler
@@ -129,6 +129,9 @@ class Run:
         """Makes model, optimizer and schedule, from the newest whole checkpoint or from the start."""
         arguments, accelerator = self.arguments, self.accelerator
         model = build_model(arguments, self.task, self.tokenizer)
+        if accelerator.distributed_type == DistributedType.FSDP and model.config.tie_word_embeddings:
+            # one table is one module for both stacks, for FSDP2 shards a module's weights in one group
+            model.set_input_embeddings(model.get_input_embeddings())
         optimizer = training.build_optimizer(model, arguments.learning_rate, arguments.weight_decay)
         self.scheduler = get_scheduler(
             arguments.lr_scheduler_type, optimizer, arguments.warmup_steps, num_training_steps=self.max_steps

@@ -270,13 +270,17 @@ def save_model(accelerator: Accelerator, model: nn.Module, folder: str | Path) -
 
     Raises ValueError for weights that the engine gave without their values.
     """
-    state_dict = accelerator.get_state_dict(model)
-    if empty := [name for name, weight in (state_dict or {}).items() if not weight.numel()]:
+    weights, model = accelerator.get_state_dict(model), bare(accelerator, model)
+    # sharded weights come as tensors of their own, even where two names are one weight
+    weights = {
+        name: weight for name, weight in (weights or {}).items() if name not in model.all_tied_weights_keys
+    }
+    if empty := [name for name, weight in weights.items() if not weight.numel()]:
         raise ValueError(
-            f"{empty[0]} came without its values: set zero3_save_16bit_model: true in the DeepSpeed configuration"
+            f"{empty[0]} came without its values: set zero3_save_16bit_model: true in the configuration of "
+            f"DeepSpeed"
         )
-    model, is_main = bare(accelerator, model), accelerator.is_main_process
-    model.save_pretrained(folder, is_main_process=is_main, state_dict=state_dict)
+    model.save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=weights)
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from conftest import tiny_config
-from test_scripts import TWO_PROCESSES
 
 from hf_transformer_block import TransformerBlockForConditionalGeneration
 from hf_transformer_block.vocabulary import train_tokenizer
@@ -41,11 +40,11 @@ def test_python_runs(number, tmp_path):
 def test_commands_use_flags_and_files_that_exist(monkeypatch):
     from hf_transformer_block.arguments import parse_arguments
 
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 9
     install = 'pip install -c constraints.txt -e ".[train]" && accelerate launch scripts/train.py'
     tests = 'pip install -c constraints.txt -e ".[test]" && pytest -n 2 --dist loadfile'
     assert COMMANDS[:2] == [install, tests]
-    assert TWO_PROCESSES in COMMANDS[6]  # which test_scripts runs
+    assert "--config_file scripts/accelerate/cpu_ddp.yaml" in COMMANDS[-1]  # which test_scripts runs
     evaluate_flags = Path(ROOT / "scripts" / "evaluate.py").read_text(encoding="utf-8")
     for command in COMMANDS:
         words = shlex.split(command)
@@ -55,6 +54,10 @@ def test_commands_use_flags_and_files_that_exist(monkeypatch):
             parse_arguments("", ROOT / "scripts" / "recipes")
         elif script == "scripts/convert.py":
             assert len(words) == 4  # SOURCE and OUT
+        elif words[:2] == ["hf", "upload"]:
+            done = subprocess.run(["hf", "upload", "--help"], capture_output=True, text=True, timeout=60)
+            assert "REPO_ID [LOCAL_PATH] [PATH_IN_REPO]" in done.stdout
+            assert "--exclude" in done.stdout
         elif script is not None:
             assert script == "scripts/evaluate.py"
             flags = [word.removeprefix("--") for word in words if word.startswith("--")]

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import load_script
+from safetensors.torch import load_file
 
 
 pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_block[train]"')
@@ -21,7 +23,7 @@ from hf_transformer_block.vocabulary import train_tokenizer
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("HFTB_DATA", ROOT.parent / "shared" / "data"))
 # two gloo processes on a CPU, where `--cpu --num_processes 2` would start one
-TWO_PROCESSES = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+TWO_PROCESSES = "--config_file scripts/accelerate/cpu_ddp.yaml"
 TINY = (
     "--hidden_size 32 --num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 32 --batch_size 16 "
     "--warmup_steps 5 --max_length 24 --eval_steps 8 --eval_pairs 3 --seed 3"
@@ -207,6 +209,34 @@ def test_two_processes_train_as_one_and_save_one_folder(pairs, tmp_path):
     assert str(tmp_path) not in (tmp_path / "one" / "README.md").read_text()
     config = json.loads((tmp_path / "one" / "generation_config.json").read_text())
     assert (config["num_beams"], config["max_new_tokens"]) == (2, 24)
+
+
+@pytest.mark.slow
+def test_sharded_processes_train_as_whole_ones_and_save_one_folder(pairs, tmp_path):
+    flags = (
+        f"{pairs} {TINY} --max_steps 16 --dropout 0 --tokens_per_batch 60 --ema_decay 0.9 --num_beams 2 "
+        f"--gradient_accumulation_steps 2 --output_dir"
+    )
+    train(f"{flags} {tmp_path / 'ddp'}", TWO_PROCESSES)
+    launch = "--config_file scripts/accelerate/fsdp2.yaml --mixed_precision no"
+    sharded = command(f"{flags} {tmp_path / 'fsdp'}", launch)
+    sharded[sharded.index("scripts/train.py")] = "tests/fsdp2_train.py"
+    refused = run(command(f"{flags} {tmp_path / 'refused'}", launch))
+    assert "train.py: FSDP was asked for, but Accelerate runs MULTI_CPU" in refused.stdout
+    done = run(sharded)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "2 process(es) on cpu (FSDP)" in done.stdout
+    ddp, fsdp = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("ddp", "fsdp"))
+    assert len(ddp["history"]) == 2
+    for before, after in zip(
+        [*ddp["history"], ddp["scores"]], [*fsdp["history"], fsdp["scores"]], strict=True
+    ):
+        assert after["loss"] == pytest.approx(before["loss"], abs=1e-4)
+    whole, gathered = (load_file(tmp_path / name / "model.safetensors") for name in ("ddp", "fsdp"))
+    assert whole.keys() == gathered.keys()
+    assert all(torch.allclose(whole[name], gathered[name], atol=1e-3) for name in whole)
+    names = {file.name for file in (tmp_path / "ddp").iterdir()}
+    assert names == {file.name for file in (tmp_path / "fsdp").iterdir()}
 
 
 @pytest.mark.slow
