@@ -1,6 +1,7 @@
 """The flags of scripts/train.py: defaults, then a recipe, then the command line."""
 
 import argparse
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass, field, fields
@@ -21,6 +22,7 @@ KNOWN = {
     "preset": ("vaswani", "modern", "tutorial"),
     "lr_scheduler_type": ("cosine", "linear", "inverse_sqrt", "constant_with_warmup"),
     "bad_rows": ("drop", "error"),
+    "report_to": (None, "tensorboard", "trackio", "wandb"),
 }
 COUNTS = (
     *("vocab_size", "max_length", "max_steps", "num_train_epochs", "batch_size", "tokens_per_batch"),
@@ -176,8 +178,8 @@ def check_arguments(parser: HfArgumentParser, arguments: Arguments) -> None:
     """Exits for a value that cannot work."""
     for name, known in KNOWN.items():
         if (value := getattr(arguments, name)) not in known:
-            hint = nearest(value, list(known))
-            parser.error(f"--{name} {value} is unknown{hint} (known: {', '.join(known)})")
+            known = list(filter(None, known))
+            parser.error(f"--{name} {value} is unknown{nearest(value, known)} (known: {', '.join(known)})")
     for name in COUNTS:
         if (value := getattr(arguments, name)) is not None and value < 1:
             parser.error(f"--{name} {value} must be at least 1")
@@ -200,6 +202,8 @@ def check_combinations(parser: HfArgumentParser, arguments: Arguments) -> None:
         )
     if arguments.ema_decay is not None and not 0 < arguments.ema_decay < 1:
         parser.error(f"--ema_decay {arguments.ema_decay} must be between 0 and 1, as in 0.999")
+    if arguments.report_to and importlib.util.find_spec(arguments.report_to) is None:
+        parser.error(f"--report_to {arguments.report_to} is not installed: pip install {arguments.report_to}")
     if arguments.resume and arguments.overwrite:
         parser.error("--resume goes on with a run and --overwrite deletes it: give one of them")
     if arguments.train_files and arguments.dataset_name:

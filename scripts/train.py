@@ -175,10 +175,10 @@ def main() -> None:
     set_seed(arguments.seed)
     run, data = start(arguments, accelerator)
     if arguments.report_to:
-        simple = {
+        flags = {
             name: value for name, value in asdict(arguments).items() if isinstance(value, int | float | str)
         }
-        accelerator.init_trackers(run.folder.name, config=simple)
+        accelerator.init_trackers(run.folder.name, flags, {"wandb": {"dir": arguments.output_dir}})
     try:
         signal = run.train()
     except ValueError as error:

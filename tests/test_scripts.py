@@ -105,6 +105,7 @@ def test_help_teaches_the_flags_with_their_defaults(script, default):
             "--task text-classification --train_files a --label_smoothing 0.1",
             "--label_smoothing is for language models and translation, not for text-classification",
         ),
+        ("--report_to tensorbord", "--report_to tensorbord is unknown; did you mean 'tensorboard'?"),
         ("--max_grad_norm 0", "--max_grad_norm 0.0 must be above 0"),
         ("--preset modem", "--preset modem is unknown; did you mean 'modern'?"),
         ("--batch_size 0", "--batch_size 0 must be at least 1"),
