@@ -1,5 +1,6 @@
 """Checkpoints that outlive kills, full disks and damage, and the signals that ask a run to stop."""
 
+import ctypes
 import hashlib
 import json
 import logging
@@ -223,15 +224,28 @@ def load_newest(accelerator: Accelerator, output_dir: str | Path) -> dict | None
     return restore(accelerator, lambda: newest_whole(checkpoints(output_dir)))
 
 
-def load_best(accelerator: Accelerator, output_dir: str | Path) -> dict | None:
-    """Does the same for the checkpoint that the newest's `best_step` names; damaged, it gives the newest."""
+def load_step(accelerator: Accelerator, output_dir: str | Path, step: int) -> dict | None:
+    """Does the same for the checkpoint of a step; None, and changes nothing, if that is damaged or gone."""
+    folder = folder_of(output_dir, step)
 
     def find() -> Path | None:
-        newest = newest_whole(checkpoints(output_dir))
-        best = newest and read_state(newest)["state"].get("best_step")
-        return newest if best is None else newest_whole([newest, folder_of(output_dir, best)])
+        fault = damage(folder)
+        if fault:
+            logger.warning("checkpoint %s cannot be used (%s)", folder.name, fault)
+        return None if fault else folder
 
     return restore(accelerator, find)
+
+
+def follow_launcher() -> None:
+    """
+    Asks for SIGTERM when the `accelerate launch` that started this process ends, on Linux.
+
+    For one process it passes no signal on, and a training that `kill` was meant for would live on.
+    """
+    command = Path(f"/proc/{os.getppid()}/cmdline")
+    if command.exists() and b"accelerate" in command.read_bytes():
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class StopSignal:

@@ -263,3 +263,10 @@ def encode(
 
     key = [identify_task(task), rows._fingerprint, identify_tokenizer(tokenizer), is_training, bad_rows]
     return write_once(generate, *key)
+
+
+def report(split: str, size: str, dropped: Counter, cut: int) -> str:
+    """Returns one line on a split's examples and on what was left out or cut."""
+    reasons = ", ".join(f"{count:,} because {reason}" for reason, count in dropped.most_common())
+    left_out = f"; left out: {reasons}" if reasons else ""
+    return f"{split}: {size}{left_out}" + (f"; {cut:,} cut to --max_length" if cut else "")

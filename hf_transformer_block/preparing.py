@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .arguments import Arguments
 from .dates import date_pairs
-from .loading import Origin, encode, load
+from .loading import Origin, encode, load, report
 from .tasks import Split, Task
 from .vocabulary import TOKENIZERS, train_tokenizer
 
@@ -75,19 +75,17 @@ def read_data(arguments: Arguments, task: Task) -> Data:
         data.fingerprints[split], data.dropped[split] = loaded.fingerprint, loaded.dropped
     if "validation" not in data.rows and arguments.streaming:
         train = data.rows["train"]
+        if next(iter(train.skip(HELD_OUT)), None) is None:
+            raise ValueError(
+                f"the stream has no more than {HELD_OUT} rows, which all would be held out: give "
+                f"--validation_files, or leave --streaming out"
+            )
         data.rows["validation"] = Dataset.from_list(list(train.take(HELD_OUT)))
         data.rows["train"] = train.skip(HELD_OUT)
     elif "validation" not in data.rows:
         halves = task.hold_out(data.rows["train"], arguments.seed)
         data.rows["train"], data.rows["validation"] = halves
     return data
-
-
-def report(split: str, size: str, dropped: Counter, cut: int) -> str:
-    """Returns one line on a split's examples and on what was left out or cut."""
-    reasons = ", ".join(f"{count:,} because {reason}" for reason, count in dropped.most_common())
-    left_out = f"; left out: {reasons}" if reasons else ""
-    return f"{split}: {size}{left_out}" + (f"; {cut:,} cut to --max_length" if cut else "")
 
 
 def load_tokenizer(name: str, task: Task) -> PreTrainedTokenizerBase:
@@ -159,7 +157,7 @@ def prepare_data(
     for split, rows in data.rows.items():
         is_training = split == "train"
         if is_training and arguments.streaming:
-            splits[split] = Split(rows, None)
+            splits[split] = Split(rows, None, data.dropped[split])
             accelerator.print("train: read as it comes")
             continue
         with accelerator.local_main_process_first():

@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from datasets import IterableDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
@@ -17,6 +17,7 @@ from . import checkpoints, records, training
 from .arguments import Arguments
 from .batches import MapBatches, Position, StreamBatches, count_updates
 from .building import build_model
+from .loading import REMEDY, report
 from .tasks import Split, Task
 
 
@@ -24,20 +25,21 @@ NOT_FINITE = 5  # updates in a row without a finite loss and gradient, until a r
 
 
 def stream_batches(
-    arguments: Arguments, task: Task, tokenizer: PreTrainedTokenizerBase, rows: IterableDataset
+    arguments: Arguments, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split
 ) -> StreamBatches:
-    """Returns the batches of a stream, encoded as it is read."""
+    """Returns the batches of a stream, encoded as it is read; counts what it drops."""
 
     def examples_of(chunk: list[dict]) -> list[dict]:
         columns = {name: [row[name] for row in chunk] for name in chunk[0]}
         encoded = task.encode(columns, tokenizer, is_training=True)
         examples = [dict(zip(encoded, values, strict=True)) for values in zip(*encoded.values(), strict=True)]
-        if arguments.bad_rows == "error":
-            for example in filter(lambda example: example["dropped"], examples):
-                raise ValueError(f"row {example['row']}: {example['dropped']}; mend it, or --bad_rows drop")
+        bad = [example for example in examples if example["dropped"]]
+        if bad and arguments.bad_rows == "error":
+            raise ValueError(f"row {bad[0]['row'] + 1}: {bad[0]['dropped']}; {REMEDY}")
+        split.dropped.update(example["dropped"] for example in bad)
         return [example for example in examples if not example["dropped"]]
 
-    return StreamBatches(rows, examples_of, arguments.seed, **batch_size(arguments))
+    return StreamBatches(split.rows, examples_of, arguments.seed, **batch_size(arguments))
 
 
 def batch_size(arguments: Arguments) -> dict[str, int]:
@@ -114,7 +116,7 @@ class Run:
         self.folder = Path(arguments.output_dir)
         self.max_steps = arguments.max_steps
         if splits["train"].examples is None:
-            self.batches = stream_batches(arguments, task, tokenizer, splits["train"].rows)
+            self.batches = stream_batches(arguments, task, tokenizer, splits["train"])
         else:
             size = batch_size(arguments)
             self.batches = MapBatches(splits["train"].examples, arguments.seed, **size)
@@ -193,7 +195,11 @@ class Run:
             for line in self.task.show(self.splits["validation"].rows, outputs):
                 tqdm.write(f"  {line}")
             tqdm.write(describe(entry) + (", the best so far" if is_best else ""))
-            records.plot_curve(self.log.read(), self.metric, self.folder / "training_curve.png")
+            file = self.folder / "training_curve.png"
+            if fault := checkpoints.attempt(lambda: records.plot_curve(self.log.read(), self.metric, file)):
+                tqdm.write(f"{file} could not be written ({fault})")
+            if dropped := self.splits["train"].dropped:
+                tqdm.write(report("train, read so far", "", dropped, 0))
         trackable = {f"eval/{name}": score for name, score in scores.items() if not isinstance(score, str)}
         self.accelerator.log(trackable, step=progress.step)
         return is_best
@@ -228,8 +234,8 @@ class Run:
             newest = next(reversed(checkpoints.checkpoints(self.folder)), None)
             raise ValueError(
                 f"loss or gradient was not finite in {NOT_FINITE} updates in a row, the last being {where}; "
-                f"the last good checkpoint is {newest.name if newest else 'none'}. Lower --learning_rate, "
-                f"raise --warmup_steps, or look at these rows"
+                f"the last good checkpoint is {newest.name if newest else 'none'}. Look at these rows, or "
+                f"begin anew with a lower --learning_rate or more --warmup_steps"
             )
 
     def updates(self, stop: checkpoints.StopSignal) -> Iterator[tuple[training.Update, float]]:
@@ -290,7 +296,9 @@ class Run:
                     self.write_log(update, speed)
                 is_best = (step % arguments.eval_steps == 0 or step == self.max_steps) and self.evaluate()
                 is_last = update.is_last or self.is_over
-                if is_best or is_last or step % arguments.save_steps == 0:
+                is_due = is_best or step % arguments.save_steps == 0
+                # what is not finite may come back: older checkpoints are the better ones to go on from
+                if is_last or (is_due and not self.progress.not_finite):
                     self.save()
                 if update.is_last:
                     return stop.agreed(accelerator)
@@ -300,8 +308,13 @@ class Run:
 
     def finish(self) -> tuple[dict, list[str]]:
         """Takes the best weights, scores them on the test and saves the model; returns scores and samples."""
-        if self.progress.best_step not in (None, self.progress.step):
-            checkpoints.load_best(self.accelerator, self.folder)
+        progress = self.progress
+        best = progress.best_step or progress.step
+        if best != progress.step and checkpoints.load_step(self.accelerator, self.folder, best) is None:
+            self.accelerator.print(
+                f"the best evaluation, after update {best}, left no weights: the last ones become the model"
+            )
+            progress.best_step = progress.step
         if self.average:
             self.average.swap()
         options = {"num_beams": self.arguments.num_beams}
@@ -309,5 +322,7 @@ class Run:
         scores, outputs = self.task.evaluate(
             self.accelerator, self.model, self.tokenizer, split, self.arguments.eval_batch_size, **options
         )
-        training.save_model(self.accelerator, self.model, self.folder)
+        save = partial(training.save_model, self.accelerator, self.model, self.folder)
+        if fault := checkpoints.attempt(save):
+            raise ValueError(f"the model could not be saved ({fault}): make room, then --resume saves it")
         return scores, self.task.show(split.rows, outputs)

@@ -26,8 +26,8 @@ try:
     from hf_transformer_block.arguments import Arguments as TrainingArguments
     from hf_transformer_block.arguments import HelpFormatter, flag
     from hf_transformer_block.building import build_task
-    from hf_transformer_block.loading import Origin, encode, load
-    from hf_transformer_block.preparing import read_dates, report
+    from hf_transformer_block.loading import Origin, encode, load, report
+    from hf_transformer_block.preparing import read_dates
     from hf_transformer_block.tasks import TASKS, Split, Task
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error

@@ -82,7 +82,7 @@ def prepare_folder(arguments: Arguments) -> None:
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} is there already and holds no run: give another --output_dir")
         folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(asdict(arguments), indent=2, ensure_ascii=False), encoding="utf-8")
+        records.replace_file(record, json.dumps(asdict(arguments), indent=2, ensure_ascii=False))
     except OSError as error:
         raise ValueError(
             f"cannot write into {folder}: {error.strerror}; give another --output_dir"
@@ -172,6 +172,7 @@ def main() -> None:
         arguments.gradient_accumulation_steps
     )  # whatever the launcher says
     training.use_all_cores(accelerator)
+    checkpoints.follow_launcher()
     set_seed(arguments.seed)
     run, data = start(arguments, accelerator)
     if arguments.report_to:
@@ -180,22 +181,24 @@ def main() -> None:
         }
         accelerator.init_trackers(run.folder.name, flags, {"wandb": {"dir": arguments.output_dir}})
     try:
-        signal = run.train()
+        stopped_by = run.train()
+        if stopped_by:
+            step = run.progress.step
+            accelerator.print(f"stopped by {stopped_by} after update {step}: --resume goes on from there")
+        else:
+            scores, samples = run.finish()
+            if accelerator.is_main_process:
+                seconds = round(time.perf_counter() - began)
+                if fault := checkpoints.attempt(lambda: write_results(run, data, scores, seconds)):
+                    raise ValueError(f"the results could not be written ({fault}): make room, then --resume")
+                split = "test" if "test" in run.splits else "validation"
+                print(*(f"  {line}" for line in samples), f"{split}: {describe(scores)}", sep="\n")
+                parameters = training.bare(accelerator, run.model).num_parameters()
+                print(f"{parameters:,} parameters, {seconds} s; saved in {arguments.output_dir}")
     except ValueError as error:
         raise SystemExit(f"train.py: {error}") from error
-    if signal:
-        accelerator.print(
-            f"stopped by {signal} after update {run.progress.step}: --resume goes on from there"
-        )
-    else:
-        scores, samples = run.finish()
-        if accelerator.is_main_process:
-            seconds = round(time.perf_counter() - began)
-            write_results(run, data, scores, seconds)
-            name = "test" if "test" in run.splits else "validation"
-            print(*(f"  {line}" for line in samples), f"{name}: {describe(scores)}", sep="\n")
-            parameters = training.bare(accelerator, run.model).num_parameters()
-            print(f"{parameters:,} parameters, {seconds} s; saved in {arguments.output_dir}")
+    except KeyboardInterrupt as error:
+        raise SystemExit("train.py: interrupted; --resume goes on from the newest checkpoint") from error
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

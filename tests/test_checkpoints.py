@@ -23,8 +23,8 @@ from hf_transformer_block.checkpoints import (
     checkpoints,
     damage,
     finish,
-    load_best,
     load_newest,
+    load_step,
     may_fail_alone,
 )
 
@@ -72,7 +72,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(architecture, tmp_path):
 
 def test_there_is_nothing_to_resume_before_the_first_checkpoint(trainer, tmp_path):
     assert load_newest(trainer.accelerator, tmp_path) is None
-    assert load_best(trainer.accelerator, tmp_path) is None
+    assert load_step(trainer.accelerator, tmp_path, 2) is None
 
 
 def test_only_finished_checkpoints_count_and_old_ones_go(trainer, tmp_path):
@@ -94,14 +94,15 @@ def test_the_best_checkpoint_is_kept_and_found(trainer, tmp_path, caplog):
         weights[step] = trainer.weights()
         trainer.save(tmp_path, step, keep=1, best_step=min(step, 2))
     assert [folder.name for folder in checkpoints(tmp_path)] == ["step-00000002", "step-00000005"]
-    assert load_best(trainer.accelerator, tmp_path)["step"] == 2
+    assert load_step(trainer.accelerator, tmp_path, 2)["step"] == 2
     assert torch.equal(trainer.weights(), weights[2])
     assert not caplog.messages
+    load_step(trainer.accelerator, tmp_path, 5)
     (checkpoints(tmp_path)[0] / "model.safetensors").unlink()
-    assert load_best(trainer.accelerator, tmp_path)["step"] == 5
+    assert load_step(trainer.accelerator, tmp_path, 2) is None
     assert torch.equal(trainer.weights(), weights[5])
-    message = "checkpoint step-00000002 is damaged (model.safetensors: No such file or directory)"
-    assert caplog.messages == [f"{message}: going back to step-00000005"]
+    message = "checkpoint step-00000002 cannot be used (model.safetensors: No such file or directory)"
+    assert caplog.messages == [message]
 
 
 def truncate(file: Path) -> str:

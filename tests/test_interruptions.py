@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import psutil
 import pytest
 import torch
@@ -28,6 +27,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from hf_transformer_block.checkpoints import checkpoints, damage
 
 
+datasets = pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_block[train]"')
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 TINY = (
@@ -233,17 +233,16 @@ def test_kills_at_any_moment_change_nothing(kind, processes, data, tmp_path):
     killed = Training(tmp_path / "killed", whole.flags, processes)
     steps = whole.step
     draw = random.Random(f"{kind} {processes}")
-    # while it reads, within an update of each quarter that follows, and while it writes a checkpoint
+    # while it reads; while it writes a checkpoint, which takes a few milliseconds; in each later quarter
     assert killed.kill(killed.start(), lambda: True, after=draw.uniform(0, 1))
+    while not killed.partial():
+        assert killed.kill(killed.start("--resume"), lambda: bool(killed.partial()))
     kills = 0
     for quarter in (1, 2, 3):
-        step = draw.randrange(steps * quarter // 4 + 3, steps * (quarter + 1) // 4)
+        step = draw.randrange(steps * quarter // 4 + 3, steps * (quarter + 1) // 4 - 2)
         started = killed.start("--resume")
         kills += killed.kill(started, lambda step=step: killed.step >= step, after=draw.uniform(0, 0.05))
     assert kills > 1
-    # a write takes a few milliseconds: tries until a kill hits one
-    while not killed.partial():
-        assert killed.kill(killed.start("--resume"), lambda: bool(killed.partial()))
     before = killed.steps()
     assert f"continuing after update {before[-1]}" in killed.run("--resume")
     assert_equal(killed, whole)
@@ -339,13 +338,13 @@ def test_training_goes_on_where_checkpoints_do_not_fit(whole, stopped, tmp_path)
     newest = f"the newest good checkpoint is step-{stopped.steps()[-1]:08d}"
     for step in (12, 16, 39, 40):
         assert f"checkpoint step-{step:08d} could not be written (process 0: " in printed
-    assert printed.count(newest) == printed.count("could not be written") > 8
+    assert printed.count(newest) == printed.count("could not be written (process 0: ") > 8
     assert contents(full) == before
     assert full.lines() == whole.lines()
     # the best weights are lost, so the last are the model, and this is said
     scores, history = full.metrics()["scores"], full.metrics()["history"]
     assert scores["loss"] == history[-1]["loss"]
-    assert re.search(r"best[^\n]*\b(step-000000)?16\b", printed)
+    assert "the best evaluation, after update 16, left no weights: the last ones become" in printed
 
 
 def test_a_disk_too_full_to_begin_loses_nothing(whole, stopped, tmp_path):
@@ -410,7 +409,7 @@ def test_losses_that_are_not_finite_end_a_run_before_they_spoil_a_checkpoint(who
     # the learning rate is 0 in the first update, and ruins the weights in the second
     found = re.search(
         r"train.py: loss or gradient was not finite in 5 updates in a row, the last being update 7 \(rows "
-        r"(.*?) of the training data\); the last good checkpoint is step-(\d+)\. Lower --learning_rate",
+        r"(.*?) of the training data\); the last good checkpoint is step-(\d+)\. Look at these rows",
         printed,
     )
     assert found, printed[-2000:]
@@ -444,3 +443,21 @@ def test_early_stopping_saves_the_best_evaluation(more, whole, data, tmp_path):
     saved = loss_of(training.out, training.out / "model.safetensors", *validation)
     assert saved == pytest.approx(losses[best], abs=1e-6)
     assert training.steps()[0] == best
+
+
+def test_a_signal_to_the_launcher_of_one_process_reaches_the_training(data, tmp_path):
+    training = Training(
+        tmp_path / "launched", KINDS["pairs"].replace("DATA", str(data)) + " --max_steps 9999"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "scripts/train.py", *training.words()]
+    log = tmp_path / "log"
+    environ = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    with log.open("w") as stream:
+        launcher = subprocess.Popen(launch, cwd=ROOT, env=environ, stdout=stream, stderr=stream)
+        wait(lambda: checkpoints(training.out) != [])
+        launcher.terminate()
+        launcher.wait()
+        wait(lambda: "stopped by SIGTERM after update" in log.read_text())
+    step = int(re.search(r"stopped by SIGTERM after update (\d+)", log.read_text())[1])
+    assert training.steps()[-1] == step
+    assert damage(checkpoints(training.out)[-1]) == ""

@@ -1,12 +1,13 @@
 """What every task says about itself: the rows it reads, the examples made of them, batches and scores."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,10 +21,11 @@ Scores = dict[str, float | str]
 
 @dataclass
 class Split:
-    """Rows as they were read, and the examples made of them."""
+    """Rows as they were read, and the examples made of them; of a stream none, and what it dropped so far."""
 
-    rows: Dataset
-    examples: Dataset
+    rows: Dataset | IterableDataset
+    examples: Dataset | None
+    dropped: Counter[str] | None = None
 
 
 class BadRow(ValueError):
