@@ -106,6 +106,7 @@ def test_help_teaches_the_flags_with_their_defaults(script, default):
             "--label_smoothing is for language models and translation, not for text-classification",
         ),
         ("--report_to tensorbord", "--report_to tensorbord is unknown; did you mean 'tensorboard'?"),
+        ("--token_dropout 0.1", "--token_dropout is for classification, not for translation"),
         ("--max_grad_norm 0", "--max_grad_norm 0.0 must be above 0"),
         ("--preset modem", "--preset modem is unknown; did you mean 'modern'?"),
         ("--batch_size 0", "--batch_size 0 must be at least 1"),
