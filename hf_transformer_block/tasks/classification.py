@@ -81,7 +81,7 @@ class Classification(Task):
         """
         Hides tokens: no answer may hang on one word, and unknown words are met in training.
 
-        Source: Iyyer et al., "Deep Unordered Composition Rivals Syntactic Methods for Text Classification" (2015).
+        Source: Iyyer et al., "Deep Unordered Composition Rivals Syntactic Methods" (2015), word dropout.
         """
         if not self.token_dropout:
             return example
