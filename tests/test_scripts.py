@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_script
+from conftest import load_script, tiny_config
 from safetensors.torch import load_file
 
 
 pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_block[train]"')
 
+from transformers import AutoTokenizer
+
+from hf_transformer_block import TransformerBlockForCausalLM
 from hf_transformer_block.building import build_model
 from hf_transformer_block.tasks import CausalLM, Translation
 from hf_transformer_block.vocabulary import train_tokenizer
@@ -239,6 +242,37 @@ def test_sharded_processes_train_as_whole_ones_and_save_one_folder(pairs, tmp_pa
     assert all(torch.allclose(whole[name], gathered[name], atol=1e-3) for name in whole)
     names = {file.name for file in (tmp_path / "ddp").iterdir()}
     assert names == {file.name for file in (tmp_path / "fsdp").iterdir()}
+
+
+@pytest.mark.slow
+def test_processes_load_remote_code_and_tokenizer_with_cold_caches(tmp_path):
+    config = tiny_config("decoder", vocab_size=20)
+    TransformerBlockForCausalLM(config).save_pretrained(tmp_path / "model")
+    train_tokenizer(iter(["abcd"]), "char", 20, 16, "decoder").save_pretrained(tmp_path / "model")
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        """
+import sys
+sys.meta_path = [f for f in sys.meta_path if "hf_transformer_block" not in repr(f)]
+sys.modules["hf_transformer_block"] = None  # importing it fails, as where it is not installed
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+accelerator = Accelerator()
+with accelerator.local_main_process_first():
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules")
+total = accelerator.reduce(model(**tokenizer("abcd", return_tensors="pt")).logits.sum())
+print(f"{accelerator.process_index} of {accelerator.num_processes}: {total.item() / 2:.4f}")
+"""
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *TWO_PROCESSES.split()]
+    done = run([*launch, str(worker), str(tmp_path / "model")], HF_MODULES_CACHE=str(tmp_path / "cold"))
+    model = TransformerBlockForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    total = model(**tokenizer("abcd", return_tensors="pt")).logits.sum().item()
+    for rank in range(2):
+        assert f"{rank} of 2: {total:.4f}" in done.stdout, done.stdout[-2000:]
 
 
 @pytest.mark.slow
