@@ -29,7 +29,6 @@ COUNTS = (
     *("gradient_accumulation_steps", "eval_steps", "eval_batch_size", "eval_pairs", "num_beams"),
     *("early_stopping_patience", "logging_steps", "save_steps"),
 )
-DATA = "../shared/data"  # where recipes look for data sets unless HFTB_DATA says otherwise
 
 
 def flag(default: Any, explanation: str) -> Any:
@@ -95,7 +94,7 @@ class Arguments:
     num_hidden_layers: int = flag(4, "Blocks (of each stack).")
     num_attention_heads: int = flag(4, "Attention heads.")
     intermediate_size: int | None = flag(None, "Width of the MLP. Without: 4 * hidden_size.")
-    dropout: float = flag(0.1, "Dropout rate.")
+    dropout: float | None = flag(None, "Dropout rate. Without: 0.1, or that of model_name_or_path.")
     config_overrides: str = flag(
         "", "Other fields of TransformerBlockConfig, as in 'qk_norm: true, num_key_value_heads: 2'."
     )
@@ -157,9 +156,9 @@ def recipe_flags(parser: HfArgumentParser, recipe: Path, recipes: Path) -> list[
     if not recipe.is_file():
         known = ", ".join(sorted(map(str, recipes.glob("*.yaml"))))
         parser.error(f"there is no recipe {recipe} (the project's own: {known})")
-    text, folder = recipe.read_text(encoding="utf-8"), os.environ.get("HFTB_DATA", DATA)
+    text, folder = recipe.read_text(encoding="utf-8"), os.environ.get("HFTB_DATA", "")
     if "${HFTB_DATA}" in text and not Path(folder).is_dir():
-        parser.error(f"{recipe} reads data from the folder that HFTB_DATA names, and {folder} is no folder")
+        parser.error(f"{recipe} reads data sets: set HFTB_DATA to the folder that holds them, not {folder!r}")
     text = text.replace("${HFTB_DATA}", folder)
     try:
         values = yaml.safe_load(text)
@@ -190,8 +189,11 @@ def check_arguments(parser: HfArgumentParser, arguments: Arguments) -> None:
         if not (value := getattr(arguments, name)) > 0:
             parser.error(f"--{name} {value} must be above 0")
     for name in ("warmup_steps", "weight_decay", "label_smoothing", "dropout", "token_dropout"):
-        if not (value := getattr(arguments, name)) >= 0:
+        if not ((value := getattr(arguments, name)) or 0) >= 0:
             parser.error(f"--{name} {value} must not be negative")
+    for name in ("label_smoothing", "token_dropout"):
+        if (value := getattr(arguments, name)) >= 1:
+            parser.error(f"--{name} {value} must be below 1")
     check_combinations(parser, arguments)
 
 
@@ -226,6 +228,8 @@ def check_combinations(parser: HfArgumentParser, arguments: Arguments) -> None:
             f"raise it, or lower --max_length {arguments.max_length}"
         )
     embedded = arguments.train_files is None and arguments.dataset_name is None
+    if embedded and (arguments.validation_files or arguments.test_files):
+        parser.error("--validation_files and --test_files need --train_files or --dataset_name")
     if embedded and arguments.task != "translation":
         parser.error(f"--task {arguments.task} needs --train_files or --dataset_name")
 

@@ -1,8 +1,10 @@
 """Task, configuration and model of a training run, as its flags ask."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import torch
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +20,7 @@ def build_task(arguments: Any, name: str) -> Task:
     return task(**{f.name: getattr(arguments, f.name) for f in fields(task) if hasattr(arguments, f.name)})
 
 
-def check_config(build: Any, **values: Any) -> TransformerBlockConfig:
+def check_config(build: Callable[..., TransformerBlockConfig], **values: Any) -> TransformerBlockConfig:
     """Returns a configuration; raises ValueError, in one sentence, for fields that do not fit together."""
     try:
         return build(**values)
@@ -47,7 +49,7 @@ def build_config(arguments: Arguments, task: Task, **tokens: int | None) -> Tran
         "num_hidden_layers": arguments.num_hidden_layers,
         "num_attention_heads": arguments.num_attention_heads,
         "intermediate_size": arguments.intermediate_size,
-        "dropout": arguments.dropout,
+        "dropout": 0.1 if arguments.dropout is None else arguments.dropout,
         "max_position_embeddings": arguments.max_length + 1,
         **task.config_values(),
         **tokens,
@@ -56,12 +58,12 @@ def build_config(arguments: Arguments, task: Task, **tokens: int | None) -> Tran
     return check_config(getattr(TransformerBlockConfig, arguments.preset), **values)
 
 
-def load_config(arguments: Arguments) -> TransformerBlockConfig:
-    """Returns the configuration of --model_name_or_path; raises ValueError if it is of another family."""
+def load_config(arguments: Arguments, task: Task) -> TransformerBlockConfig:
+    """Returns the configuration of --model_name_or_path for a task; raises ValueError if it does not fit."""
     name = arguments.model_name_or_path
     try:
         config = AutoConfig.from_pretrained(name)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"--model_name_or_path {name} is neither a folder nor an id that loads: {error}"
         ) from error
@@ -70,16 +72,28 @@ def load_config(arguments: Arguments) -> TransformerBlockConfig:
             f"--model_name_or_path {name} is a {config.model_type}, no model of this family: "
             f"scripts/convert.py makes one of a GPT-2, Llama, Mistral, Qwen2, Qwen3 or Marian"
         )
-    return config
+    limit = config.max_position_embeddings
+    if config.position_embedding in ("learned", "sinusoidal") and arguments.max_length + 1 > limit:
+        raise ValueError(
+            f"--max_length {arguments.max_length} is too long for {name}, which has {limit} positions: "
+            f"--max_length {limit - 1}"
+        )
+    dropout = {} if arguments.dropout is None else {"dropout": arguments.dropout}
+    values = {**config.to_dict(), **dropout, **task.config_values(), **read_overrides(arguments)}
+    return check_config(TransformerBlockConfig, **values)
 
 
 def fine_tuned_model(arguments: Arguments, task: Task) -> PreTrainedModel:
-    """Returns the model of --model_name_or_path with the task's head, which is new if it had another."""
-    config = load_config(arguments)
-    values = task.config_values() | read_overrides(arguments) | {"dropout": arguments.dropout}
-    for name, value in values.items():
-        setattr(config, name, value)
-    return task.model_class.from_pretrained(arguments.model_name_or_path, config=config, dtype="float32")
+    """Returns the model of --model_name_or_path with the task's head, a new one for other labels."""
+    name, config = arguments.model_name_or_path, load_config(arguments, task)
+    known = AutoConfig.from_pretrained(name).label2id
+    model = task.model_class.from_pretrained(
+        name, config=config, dtype="float32", ignore_mismatched_sizes=True
+    )
+    if hasattr(model, "classifier") and known != config.label2id:
+        torch.nn.init.normal_(model.classifier.weight, std=config.initializer_range)
+        torch.nn.init.zeros_(model.classifier.bias)
+    return model
 
 
 def fresh_model(arguments: Arguments, task: Task, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -104,8 +118,9 @@ def build_model(arguments: Arguments, task: Task, tokenizer: PreTrainedTokenizer
         model = fine_tuned_model(arguments, task)
     else:
         model = fresh_model(arguments, task, tokenizer)
-    if arguments.gradient_checkpointing:  # renamed in transformers 5.24
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    if arguments.gradient_checkpointing:
+        is_new = hasattr(model, "activation_checkpointing_enable")  # its name from transformers 5.24 on
+        model.activation_checkpointing_enable() if is_new else model.gradient_checkpointing_enable()
     if not model.can_generate():
         return model
     # else the library's default: 20 tokens, and none beyond the last position whatever the prompt's length

@@ -121,7 +121,9 @@ def attempt(write: Callable[..., None], *args: Any) -> str:
     except CheckpointException as error:  # of torch's sharded files; every process gets it
         process, (cause, _) = next(iter(error.failures.items()))
         return f"its files of process {process}: {cause!r}"
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save turns the system's into its own
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
 

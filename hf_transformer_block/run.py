@@ -1,5 +1,6 @@
 """A training run: model, data and loop, and what it logs, evaluates and saves on its way."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from . import checkpoints, records, training
 from .arguments import Arguments
-from .batches import MapBatches, Position, StreamBatches, count_updates
+from .batches import Example, MapBatches, Position, StreamBatches, count_updates
 from .building import build_model
 from .loading import REMEDY, report
 from .tasks import Split, Task
@@ -76,9 +77,9 @@ class Progress:
 
     def judge(self, score: float, more_is_better: bool) -> bool:
         """Returns whether an evaluation is the best so far, and takes note."""
-        is_best = self.best_score is None or (
-            score > self.best_score if more_is_better else score < self.best_score
-        )
+        before = self.best_score
+        is_better = before is None or (score > before if more_is_better else score < before)
+        is_best = is_better and math.isfinite(score)
         self.without_better = 0 if is_best else self.without_better + 1
         if is_best:
             self.best_step, self.best_score = self.step, score
@@ -131,6 +132,7 @@ class Run:
         """Makes model, optimizer and schedule, from the newest whole checkpoint or from the start."""
         arguments, accelerator = self.arguments, self.accelerator
         model = build_model(arguments, self.task, self.tokenizer)
+        self.num_parameters = model.num_parameters()  # before an engine takes them apart
         if accelerator.distributed_type == DistributedType.FSDP and model.config.tie_word_embeddings:
             # one table is one module for both stacks, for FSDP2 shards a module's weights in one group
             model.set_input_embeddings(model.get_input_embeddings())
@@ -166,6 +168,11 @@ class Run:
     def metric(self) -> str:
         """The score that decides which evaluation is the best."""
         return self.arguments.metric_for_best_model or next(iter(self.task.metrics))
+
+    @property
+    def final_split(self) -> str:
+        """The name of the split that the saved model is scored on."""
+        return "test" if "test" in self.splits else "validation"
 
     @property
     def is_over(self) -> bool:
@@ -219,21 +226,30 @@ class Run:
             {f"train/{name}": value for name, value in line.items()}, step=self.progress.step
         )
 
-    def check_finite(self, update: training.Update, rows: list[int]) -> None:
-        """Raises ValueError after `NOT_FINITE` updates in a row that had to be left out."""
+    def check_finite(self, update: training.Update, examples: list[Example]) -> None:
+        """
+        Raises ValueError after `NOT_FINITE` updates in a row that had to be left out.
+
+        With DeepSpeed after one, for its engine has already changed the weights.
+        """
         if update.is_finite:
             self.progress.not_finite = 0
             self.progress.add(update.loss)
             return
         self.progress.not_finite += 1
-        numbers = ", ".join(map(str, sorted(set(rows))[:20]))
-        where = f"update {self.progress.step} (rows {numbers} of the training data)"
+        numbers = ", ".join(str(row + 1) for row in sorted({example["row"] for example in examples})[:20])
+        text = self.tokenizer.decode(examples[0]["input_ids"][:20])
+        where = (
+            f"update {self.progress.step} (rows {numbers} of those to train on; the first begins {text!r})"
+        )
         if self.accelerator.is_main_process:
             tqdm.write(f"loss {update.loss}, gradient {update.grad_norm} in {where}: left out")
-        if self.progress.not_finite == NOT_FINITE:
+        is_changed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if is_changed or self.progress.not_finite == NOT_FINITE:
             newest = next(reversed(checkpoints.checkpoints(self.folder)), None)
             raise ValueError(
-                f"loss or gradient was not finite in {NOT_FINITE} updates in a row, the last being {where}; "
+                f"loss or gradient was not finite in {self.progress.not_finite} updates in a row, the last "
+                f"being {where}; "
                 f"the last good checkpoint is {newest.name if newest else 'none'}. Look at these rows, or "
                 f"begin anew with a lower --learning_rate or more --warmup_steps"
             )
@@ -263,13 +279,15 @@ class Run:
                 **options,
             )
             progress.step, progress.position = progress.step + 1, asdict(position)
-            self.check_finite(update, [example["row"] for example in examples])
+            self.check_finite(update, examples)
             if self.average and update.is_finite:
                 self.average.update()
             yield update, sum(map(self.task.count_tokens, examples)) / (time.perf_counter() - began)
 
     def save(self) -> None:
         """Writes a checkpoint."""
+        if self.average:
+            self.average.gather()
         checkpoints.save_checkpoint(self.accelerator, self.folder, asdict(self.progress))
 
     def train(self) -> str | None:
@@ -318,7 +336,7 @@ class Run:
         if self.average:
             self.average.swap()
         options = {"num_beams": self.arguments.num_beams}
-        split = self.splits.get("test", self.splits["validation"])
+        split = self.splits[self.final_split]
         scores, outputs = self.task.evaluate(
             self.accelerator, self.model, self.tokenizer, split, self.arguments.eval_batch_size, **options
         )

@@ -32,7 +32,7 @@ def use_all_cores(accelerator: Accelerator) -> None:
         torch.set_num_threads(max(torch.get_num_threads(), cores // accelerator.num_processes))
 
 
-def bare(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
+def unwrap(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
     """Returns the model that an engine and torch.compile have wrapped."""
     return accelerator.unwrap_model(model, keep_torch_compile=False)
 
@@ -68,6 +68,7 @@ class ExponentialMovingAverage:
         self.decay = decay
         self.updates = 0
         self.averages = [parameter.detach().clone() for parameter in self.parameters]
+        self.whole = self.averages
 
     @torch.no_grad()
     def update(self) -> None:
@@ -93,9 +94,12 @@ class ExponentialMovingAverage:
         finally:
             self.swap()
 
+    def gather(self) -> None:
+        """Makes the averages whole for `state_dict`; all processes call it, before any may fail to write."""
+        self.whole = [a.full_tensor() if isinstance(a, DTensor) else a for a in self.averages]
+
     def state_dict(self) -> dict[str, Any]:
-        whole = [a.full_tensor() if isinstance(a, DTensor) else a for a in self.averages]
-        return {"updates": self.updates, "averages": whole}
+        return {"updates": self.updates, "averages": self.whole}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,7 +160,7 @@ def update(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     batches: "list[Batch]",
     count_targets: "Callable[[Batch], torch.Tensor]",
-    max_grad_norm: float = 1.0,
+    max_grad_norm: float,
     wants_stop: bool = False,
     **loss_options: float,
 ) -> Update:
@@ -244,11 +248,14 @@ def translate(
     sources: list[str],
     batch_size: int,
     max_length: int | None = None,
-    **generation: Any,
+    num_beams: int | None = None,
+    max_new_tokens: int | None = None,
 ) -> list[str]:
     """Returns a translation for every source, on every process; sources of about one length go together."""
-    generation["synced_gpus"] = is_sharded(accelerator, model) and accelerator.num_processes > 1
-    model = bare(accelerator, model)
+    options = {"synced_gpus": is_sharded(accelerator, model) and accelerator.num_processes > 1}
+    options |= {} if num_beams is None else {"num_beams": num_beams}
+    options |= {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    model = unwrap(accelerator, model)
     was_training = model.training
     model.eval()
     cut = {"truncation": True, "max_length": max_length} if max_length else {"verbose": False}
@@ -258,7 +265,7 @@ def translate(
     for numbers in tqdm(batches, desc="translate", leave=False, disable=not accelerator.is_main_process):
         inputs = tokenizer.pad({"input_ids": [encoded[n] for n in numbers or [0]]}, return_tensors="pt")
         with accelerator.autocast():
-            generated = model.generate(**inputs.to(accelerator.device), **generation)
+            generated = model.generate(**inputs.to(accelerator.device), **options)
         texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
         outputs += zip(numbers, texts[: len(numbers)], strict=True)
     model.train(was_training)
@@ -271,7 +278,7 @@ def save_model(accelerator: Accelerator, model: nn.Module, folder: str | Path) -
 
     Raises ValueError for weights that the engine gave without their values.
     """
-    weights, model = accelerator.get_state_dict(model), bare(accelerator, model)
+    weights, model = accelerator.get_state_dict(model), unwrap(accelerator, model)
     # sharded weights come as tensors of their own, even where two names are one weight
     weights = {
         name: weight for name, weight in (weights or {}).items() if name not in model.all_tied_weights_keys
@@ -294,12 +301,13 @@ def write_on(
 ) -> str:
     """Returns a prompt and how a language model goes on, sampled; training's random state stays."""
     is_shared = is_sharded(accelerator, model) and accelerator.num_processes > 1
-    model = bare(accelerator, model)
+    model = unwrap(accelerator, model)
     was_training = model.training
     model.eval()
     ids = torch.tensor([prompt], device=accelerator.device)
     options = {"do_sample": True, "max_new_tokens": max_new_tokens, "synced_gpus": is_shared}
-    with torch.random.fork_rng(), accelerator.autocast():
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), accelerator.autocast():
         written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     model.train(was_training)
     return tokenizer.decode(written[0], skip_special_tokens=True)

@@ -41,12 +41,11 @@ except ModuleNotFoundError as error:
 RECIPES = Path(__file__).parent / "recipes"
 CARD = Path(__file__).parents[1] / "model_card.md"
 WRITTEN = (
-    "*.json",
-    "*.jsonl",
-    "*.safetensors",
-    "*_hf_transformer_block.py",
-    "training_curve.png",
-    "README.md",
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("configuration_hf_transformer_block.py", "modeling_hf_transformer_block.py", "README.md"),
+    *("arguments.json", "run.json", "metrics.json", "metrics.jsonl", "training_curve.png"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "chat_template.jinja"),
 )
 
 
@@ -92,15 +91,13 @@ def prepare_folder(arguments: Arguments) -> None:
 def write_results(run: Run, data: Data, scores: dict, seconds: int) -> None:
     """Writes metrics.json and the model card beside the weights."""
     arguments, folder = run.arguments, run.folder
-    model = training.bare(run.accelerator, run.model)
-    split = "test" if "test" in run.splits else "validation"
     metrics = {
-        "split": split,
+        "split": run.final_split,
         "scores": scores,
         "history": run.progress.history,
         "best_step": run.progress.best_step,
         "seconds": seconds,
-        "parameters": model.num_parameters(),
+        "parameters": run.num_parameters,
         "command": records.command_line(sys.argv),
         "versions": records.versions(),
         **records.host_facts(run.accelerator),
@@ -112,9 +109,9 @@ def write_results(run: Run, data: Data, scores: dict, seconds: int) -> None:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     card = environment.from_string(CARD.read_text(encoding="utf-8")).render(
         arguments=arguments,
-        config=model.config,
+        config=training.unwrap(run.accelerator, run.model).config,
         source=source,
-        example=run.task.example(run.splits[split].rows[0]),
+        example=run.task.example(run.splits[run.final_split].rows[0], run.tokenizer),
         steps=run.progress.step,
         **metrics,
     )
@@ -126,7 +123,7 @@ def check_run(arguments: Arguments, accelerator: Accelerator) -> None:
     records.check_engine(accelerator)
     task = build_task(arguments, arguments.task)
     if arguments.model_name_or_path:
-        load_config(arguments)
+        load_config(arguments, task)
     else:
         build_config(arguments, task, vocab_size=arguments.vocab_size)
     processes = accelerator.num_processes
@@ -142,22 +139,34 @@ def start(arguments: Arguments, accelerator: Accelerator) -> tuple[Run, Data]:
     """Returns the run, ready to train; exits, in one sentence, if something about it cannot work."""
     try:
         check_run(arguments, accelerator)
+        accelerator.print(
+            f"{arguments.task}: {accelerator.num_processes} process(es) on {accelerator.device.type} "
+            f"({accelerator.distributed_type.value}), {torch.get_num_threads()} threads each, mixed "
+            f"precision {accelerator.mixed_precision}"
+        )
         if accelerator.is_main_process:
             prepare_folder(arguments)
         accelerator.wait_for_everyone()
         task = build_task(arguments, arguments.task)
         task, tokenizer, splits, data = prepare_data(arguments, accelerator, task)
         run = Run(arguments, accelerator, task, tokenizer, splits)
-    except ValueError as error:
-        raise SystemExit(f"train.py: {error}") from error
-    if accelerator.is_main_process:
         records.write_run(run.folder, asdict(arguments), accelerator, data.fingerprints)
-    accelerator.print(
-        f"{arguments.task}, {len(tokenizer)} tokens; {accelerator.num_processes} process(es) on "
-        f"{accelerator.device.type} ({accelerator.distributed_type.value}), {torch.get_num_threads()} "
-        f"threads each, mixed precision {accelerator.mixed_precision}"
-    )
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"train.py: {error}") from error
+    accelerator.print(f"{run.num_parameters:,} parameters, {len(tokenizer):,} tokens")
     return run, data
+
+
+def finish(run: Run, data: Data, began: float) -> None:
+    """Saves and describes the trained model; raises ValueError if there is no room for it."""
+    scores, samples = run.finish()
+    if not run.accelerator.is_main_process:
+        return
+    seconds = round(time.perf_counter() - began)
+    if fault := checkpoints.attempt(lambda: write_results(run, data, scores, seconds)):
+        raise ValueError(f"the results could not be written ({fault}): make room, then --resume")
+    print(*(f"  {line}" for line in samples), f"{run.final_split}: {describe(scores)}", sep="\n")
+    print(f"{run.num_parameters:,} parameters, {seconds} s; saved in {run.folder}")
 
 
 def main() -> None:
@@ -181,20 +190,11 @@ def main() -> None:
         }
         accelerator.init_trackers(run.folder.name, flags, {"wandb": {"dir": arguments.output_dir}})
     try:
-        stopped_by = run.train()
-        if stopped_by:
+        if stopped_by := run.train():
             step = run.progress.step
             accelerator.print(f"stopped by {stopped_by} after update {step}: --resume goes on from there")
         else:
-            scores, samples = run.finish()
-            if accelerator.is_main_process:
-                seconds = round(time.perf_counter() - began)
-                if fault := checkpoints.attempt(lambda: write_results(run, data, scores, seconds)):
-                    raise ValueError(f"the results could not be written ({fault}): make room, then --resume")
-                split = "test" if "test" in run.splits else "validation"
-                print(*(f"  {line}" for line in samples), f"{split}: {describe(scores)}", sep="\n")
-                parameters = training.bare(accelerator, run.model).num_parameters()
-                print(f"{parameters:,} parameters, {seconds} s; saved in {arguments.output_dir}")
+            finish(run, data, began)
     except ValueError as error:
         raise SystemExit(f"train.py: {error}") from error
     except KeyboardInterrupt as error:

@@ -15,6 +15,7 @@ from datasets import Dataset
 
 from hf_transformer_block.loading import Origin, encode, load
 from hf_transformer_block.tasks import CausalLM, MaskedLM, Split
+from hf_transformer_block.tasks.language_modeling import given_bytes
 from hf_transformer_block.vocabulary import train_tokenizer
 
 
@@ -129,6 +130,15 @@ def test_bits_per_byte_are_those_of_the_bytes_that_were_predicted(accelerator):
     )
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
     assert sample.startswith(texts[0])
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word"])
+def test_bytes_that_nothing_predicts_are_those_of_first_tokens(kind):
+    texts = ["\u65e5\u672c is far", "x y"]
+    tokenizer = train_tokenizer(iter(["x is far y"]), kind, 270, 16, "decoder")
+    # of three bytes of a character, the first token is one, which says nothing; a word is unknown, or "x"
+    given = {"bpe": 0 + 1, "word": len("\u65e5\u672c".encode()) + 1}[kind]
+    assert given_bytes(rows_of(texts), tokenizer) == given
 
 
 def test_masked_accuracy_counts_hidden_tokens_alone(accelerator):

@@ -66,10 +66,9 @@ def test_training_leaves_long_pairs_out_and_evaluation_cuts_and_scores_them(tmp_
     torch.manual_seed(0)
     config = tiny_config("encoder-decoder", vocab_size=len(tokenizer), max_position_embeddings=5)
     model = task.model_class(config)
+    model.generation_config.max_new_tokens = 3
     accelerator = Accelerator(cpu=True)
-    scores, answers = task.evaluate(
-        accelerator, model, tokenizer, Split(rows, examples), 2, num_pairs=1, max_new_tokens=3
-    )
+    scores, answers = task.evaluate(accelerator, model, tokenizer, Split(rows, examples), 2, num_pairs=1)
     assert len(answers) == 1
     assert scores["targets"] == 6  # a b </s>, b a </s>
     assert {"bleu", "chrf", "exact_match"} <= set(scores)

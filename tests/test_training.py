@@ -1,6 +1,7 @@
 """Tests of the verbs of training, for every task: an update however it is split, averages, evaluation."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def build(task, tokenizer, **values) -> torch.nn.Module:
     return task.model_class(tiny_config(task.architecture, **values)).train()
 
 
-def train(task, tokenizer, examples, pieces: int, model=None, steps: int = 2, **options):
+def train(task, tokenizer, examples, pieces: int, model=None, steps: int = 2, max_grad_norm: float = 1.0):
     """Makes updates of plain gradient descent in so many pieces; returns the weights and the last report."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=pieces)
     model = build(task, tokenizer) if model is None else model
@@ -76,7 +77,7 @@ def train(task, tokenizer, examples, pieces: int, model=None, steps: int = 2, **
     model, optimizer = accelerator.prepare(model, optimizer)
     for _ in range(steps):
         batches = training.micro_batches(accelerator, task, tokenizer, examples, pieces)
-        report = update(accelerator, model, optimizer, scheduler, batches, task.count_targets, **options)
+        report = update(accelerator, model, optimizer, scheduler, batches, task.count_targets, max_grad_norm)
     return parameters_to_vector(model.parameters()).detach(), report
 
 
@@ -107,13 +108,24 @@ def test_the_loss_is_the_mean_over_the_targets_of_every_example(name):
 
 def test_an_update_that_is_not_finite_changes_nothing():
     task, tokenizer, examples = prepare("translation")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = build(task, tokenizer)
-    with torch.no_grad():
-        model.lm_head.weight[0] = float("nan")
-    before = parameters_to_vector(model.parameters()).detach()
-    after, report = train(task, tokenizer, examples, 2, model, steps=1)
+    optimizer = build_optimizer(model, 1e-2, 0.1)
+    scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batches = training.micro_batches(accelerator, task, tokenizer, examples, 2)
+    arguments = (accelerator, model, optimizer, scheduler, batches, task.count_targets, 1.0)
+    assert update(*arguments).is_finite
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+    model.lm_head.weight.register_hook(lambda gradient: gradient * float("nan"))
+    report = update(*arguments)
     assert not report.is_finite
-    assert torch.equal(before.nan_to_num(7), after.nan_to_num(7))
+    assert math.isfinite(report.loss)
+    weights, moments, schedule = model.state_dict(), optimizer.state_dict(), scheduler.state_dict()
+    assert all(torch.equal(weights[name], before[0][name]) for name in weights)
+    assert schedule == before[2]
+    for index, state in moments["state"].items():
+        assert all(torch.equal(state[name], before[1]["state"][index][name]) for name in state)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -145,10 +157,10 @@ def test_a_compiled_model_trains_as_one_that_is_not(name):
     compiled, optimizer = accelerator.prepare(
         torch.compile(model, backend="aot_eager", dynamic=True), optimizer
     )
-    assert training.bare(accelerator, compiled) is model
+    assert training.unwrap(accelerator, compiled) is model
     for _ in range(2):
         batches = training.micro_batches(accelerator, task, tokenizer, examples, 2)
-        update(accelerator, compiled, optimizer, scheduler, batches, task.count_targets)
+        update(accelerator, compiled, optimizer, scheduler, batches, task.count_targets, 1.0)
     torch.testing.assert_close(parameters_to_vector(model.parameters()), expected, atol=2e-6, rtol=0)
 
 

@@ -485,7 +485,7 @@ def test_ac2_the_schedule_counts_updates_and_not_processes(processes, micro_batc
     batches, rates = [task.collate([example], tokenizer)] * micro_batches, []
     for _ in range(8):
         rates.append(run.optimizer.param_groups[0]["lr"])
-        update(accelerator, run.model, run.optimizer, run.scheduler, batches, task.count_targets)
+        update(accelerator, run.model, run.optimizer, run.scheduler, batches, task.count_targets, 1.0)
     assert rates == pytest.approx([0.0, 0.3, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
     run.model.generation_config.validate(strict=True)  # GN11, before the first step
 

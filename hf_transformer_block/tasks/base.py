@@ -35,7 +35,7 @@ class BadRow(ValueError):
 @dataclass(frozen=True)
 class Task:
     """
-    Base of the tasks. A task holds only what its data depend on, so that equal tasks share cached data.
+    Base of the tasks. What `repr` shows of one is what its examples depend on: equal ones share cached data.
 
     Attributes:
         name: as `--task` takes it.
@@ -63,7 +63,7 @@ class Task:
         """Returns the texts of a row, for training a tokenizer."""
         raise NotImplementedError
 
-    def example(self, row: Row) -> Any:
+    def example(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Returns what a user would give the model, made of a row: an input for the model card."""
         return self.texts(row)[0][:60]
 
@@ -139,13 +139,29 @@ class Task:
         tokenizer: PreTrainedTokenizerBase,
         split: Split,
         batch_size: int,
-        **generation: Any,
+        num_pairs: int | None = None,
+        num_beams: int | None = None,
     ) -> tuple[Scores, list[str]]:
-        """Returns loss and scores of a split, and the model's answers to its rows, on every process."""
+        """
+        Returns loss and scores of a split, and the model's answers to its rows, on every process.
+
+        Args:
+            num_pairs: most pairs to translate; None: all.
+            num_beams: beams of a translation; None: those of the model's generation config.
+        """
         examples = split.examples
         result, predictions = training.evaluate(accelerator, model, self, examples, tokenizer, batch_size)
         answers = self.write(split.rows, examples, predictions)
         return result | self.score(split.rows, examples, predictions), answers
+
+
+def read_text(value: Any, name: str) -> str:
+    """Returns a text; raises BadRow if it is none, or empty."""
+    if not isinstance(value, str):
+        raise BadRow(f"its {name} is of type {type(value).__name__}, not a text")
+    if not value.strip():
+        raise BadRow(f"its {name} is empty")
+    return value
 
 
 def show_pairs(questions: list[str], answers: list[str], truths: list[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from ..modeling_hf_transformer_block import (
     TransformerBlockForTokenClassification,
 )
 from ..reading import kind_of, pick, read_columns, read_lines, read_records
-from .base import BadRow, Batch, Example, Row, Scores, Task, pad, pad_inputs, show_pairs
+from .base import BadRow, Batch, Example, Row, Scores, Task, pad, pad_inputs, read_text, show_pairs
 
 
 def read_label(value: Any) -> str:
@@ -25,15 +25,6 @@ def read_label(value: Any) -> str:
     if not label:
         raise BadRow("its label is empty")
     return label
-
-
-def read_text(value: Any, name: str) -> str:
-    """Returns a text; raises BadRow if it is none, or empty."""
-    if not isinstance(value, str):
-        raise BadRow(f"its {name} is of type {type(value).__name__}, not a text")
-    if not value.strip():
-        raise BadRow(f"its {name} is empty")
-    return value
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class Classification(Task):
     text_column: str = "text"
     label_column: str = "label"
     labels: tuple[str, ...] = ()
-    token_dropout: float = 0.0
+    token_dropout: float = field(default=0.0, repr=False)  # no matter of the cached examples
 
     def row_labels(self, row: Row) -> list[str]:
         """Returns all labels of a row."""
@@ -141,7 +132,7 @@ class TextClassification(Classification):
             second = pick(raw, self.text_pair_column, "--text_pair_column")
             row["text_pair"] = read_text(second, "second text")
         label = read_label(pick(raw, self.label_column, "--label_column"))
-        return {**row, "label": label.split(self.label_until)[0] if self.label_until else label}
+        return {**row, "label": read_label(label.split(self.label_until)[0]) if self.label_until else label}
 
     def texts(self, row: Row) -> list[str]:
         return [row[name] for name in ("text", "text_pair") if name in row]

@@ -1,6 +1,7 @@
 """Language models on plain text: a decoder that writes on, an encoder that fills masks."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +20,17 @@ from ..reading import is_unicode, kind_of, pick, read_pieces, read_records
 from .base import BadRow, Batch, Example, Row, Scores, Split, Task, pad
 
 
+def read_document(file: str) -> Iterator[tuple[str, bool]]:
+    """Yields a text in pieces, and whether each ends it; a line that is not UTF-8 is a piece by itself."""
+    for piece, is_end in read_pieces(file):
+        if is_unicode(piece):
+            yield piece, is_end
+            continue
+        lines = re.split(r"(?<=\n)", piece)
+        yield from ((line, False) for line in lines if not is_unicode(line))
+        yield "".join(filter(is_unicode, lines)), is_end
+
+
 @dataclass(frozen=True)
 class LanguageModeling(Task):
     """
@@ -32,16 +44,10 @@ class LanguageModeling(Task):
 
     def read(self, files: Sequence[str]) -> Iterator[Row]:
         for file in files:
-            if kind_of(file) != "text":
-                yield from read_records(file, [self.text_column])
+            if kind_of(file) == "text":
+                yield from ({self.text_column: text, "ends": ends} for text, ends in read_document(file))
             else:
-                for piece, is_end in read_pieces(file):
-                    lines = piece.splitlines(keepends=True)
-                    # a line that is not UTF-8 is a bad row by itself, and leaves the others as they are
-                    bad = [] if is_unicode(piece) else [line for line in lines if not is_unicode(line)]
-                    yield from ({self.text_column: line, "ends": False} for line in bad)
-                    good = "".join(filter(is_unicode, lines)) if bad else piece
-                    yield {self.text_column: good, "ends": is_end}
+                yield from read_records(file, [self.text_column])
 
     def parse(self, raw: Row) -> Row:
         text = pick(raw, self.text_column, "--text_column")
@@ -119,7 +125,8 @@ class CausalLM(LanguageModeling):
         tokenizer: PreTrainedTokenizerBase,
         split: Split,
         batch_size: int,
-        **generation: int,
+        num_pairs: int | None = None,
+        num_beams: int | None = None,
     ) -> tuple[Scores, list[str]]:
         """Returns loss, perplexity and bits per byte, and how the model goes on after the first tokens."""
         result, _ = training.evaluate(accelerator, model, self, split.examples, tokenizer, batch_size)
@@ -127,7 +134,7 @@ class CausalLM(LanguageModeling):
             split.rows, tokenizer
         )
         result["perplexity"] = math.exp(min(result["loss"], 700))
-        result["bits_per_byte"] = bits_per_byte(result["loss"], result["targets"], num_bytes)
+        result["bits_per_byte"] = bits_per_byte(result["loss"], result["targets"], max(1, num_bytes))
         half = max(1, self.max_length // 2)
         prompt = split.examples[0]["input_ids"][:half]
         return result, [training.write_on(accelerator, model, tokenizer, prompt, half)]
@@ -140,8 +147,12 @@ def given_bytes(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
     """Returns the UTF-8 bytes of the documents' first tokens, which nothing predicts."""
     starts = [True, *rows["ends"][:-1]]
     beginnings = [text[:64] for text, starts_here in zip(rows["text"], starts, strict=True) if starts_here]
-    ids = tokenizer(beginnings, add_special_tokens=False)["input_ids"]
-    return sum(len(tokenizer.decode(first[:1]).encode()) for first in ids)
+    offsets = tokenizer(beginnings, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    # of a character that the first token shares with the second nothing is given away
+    ends = [
+        min([end for _, end in first[:1]] + [start for start, _ in first[1:2]] or [0]) for first in offsets
+    ]
+    return sum(len(text[:end].encode()) for text, end in zip(beginnings, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -163,6 +174,10 @@ class MaskedLM(LanguageModeling):
     ) -> dict[str, list]:
         prefix, suffix = frame(tokenizer)
         room = self.max_length - len(prefix) - len(suffix)
+        if room < 1:
+            raise ValueError(
+                f"--max_length {self.max_length} leaves no room beside the special tokens: raise it"
+            )
         stretches = []
         for ids in tokenizer(rows["text"], add_special_tokens=False, verbose=False)["input_ids"]:
             stretches += [prefix + ids[i : i + room] + suffix for i in range(0, len(ids), room)]
@@ -188,8 +203,8 @@ class MaskedLM(LanguageModeling):
             "position_ids": pad(masked, "position_ids", 0),
         }
 
-    def example(self, row: Row) -> str:
-        return f"{' '.join(row['text'].split()[:8])} <mask>"
+    def example(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+        return f"{' '.join(row['text'].split()[:8])} {tokenizer.mask_token}"
 
     def hide(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
         """Returns the example with hidden tokens and their `labels`; `draw` decides, on any process."""

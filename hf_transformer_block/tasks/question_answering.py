@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..metrics import squad_scores
 from ..modeling_hf_transformer_block import TransformerBlockForQuestionAnswering
 from ..reading import pick, read_records
-from .base import BadRow, Batch, Example, Row, Scores, Task, pad_inputs, show_pairs
-from .classification import read_text
+from .base import BadRow, Batch, Example, Row, Scores, Task, pad_inputs, read_text, show_pairs
 
 
 LONGEST_ANSWER = 30  # tokens, as in transformers' and BERT's question answering
@@ -143,7 +142,7 @@ class QuestionAnswering(Task):
         truths = [(found["text"] or [""])[0] for found in first["answers"]]
         return show_pairs(first["question"], answers, truths)
 
-    def example(self, row: Row) -> dict[str, str]:
+    def example(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {name: row[name][:300] for name in ("question", "context")}
 
     def score(self, rows: Any, examples: Any, predictions: list[np.ndarray]) -> Scores:

@@ -1,7 +1,7 @@
 """Translation, or any text to any text: pairs, an encoder-decoder, BLEU and chrF of what it writes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from accelerate import Accelerator
@@ -12,7 +12,7 @@ from .. import training
 from ..metrics import score_translations
 from ..modeling_hf_transformer_block import TransformerBlockForConditionalGeneration
 from ..reading import kind_of, pick, read_lines, read_records
-from .base import BadRow, Batch, Example, Row, Scores, Split, Task, pad, pad_inputs, show_pairs
+from .base import Batch, Example, Row, Scores, Split, Task, pad, pad_inputs, read_text, show_pairs
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Translation(Task):
 
     source_column: str = "source"
     target_column: str = "target"
-    bleu_tokenize: str | None = None
+    bleu_tokenize: str | None = field(default=None, repr=False)
 
     name: ClassVar[str] = "translation"
     architecture: ClassVar[str] = "encoder-decoder"
@@ -66,14 +66,10 @@ class Translation(Task):
             )
 
     def parse(self, raw: Row) -> Row:
-        source = pick(raw, self.source_column, "--source_column")
-        target = pick(raw, self.target_column, "--target_column")
-        for name, text in (("source", source), ("target", target)):
-            if not isinstance(text, str):
-                raise BadRow(f"its {name} is {text!r} instead of a text")
-            if not text.strip():
-                raise BadRow(f"its {name} is empty")
-        return {"source": source, "target": target}
+        return {
+            "source": read_text(pick(raw, self.source_column, "--source_column"), "source"),
+            "target": read_text(pick(raw, self.target_column, "--target_column"), "target"),
+        }
 
     def texts(self, row: Row) -> list[str]:
         return [row["source"], row["target"]]
@@ -81,12 +77,11 @@ class Translation(Task):
     def encode(
         self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, is_training: bool
     ) -> dict[str, list]:
-        # in training the tokenizer must not cut, for half a pair teaches something wrong
-        cut = {"verbose": False} if is_training else {"truncation": True, "max_length": self.max_length}
-        whole = [tokenizer(rows[name], verbose=False)["input_ids"] for name in ("source", "target")]
-        sides = (
-            whole if is_training else [tokenizer(rows[n], **cut)["input_ids"] for n in ("source", "target")]
-        )
+        names = ("source", "target")
+        whole = sides = [tokenizer(rows[name], verbose=False)["input_ids"] for name in names]
+        if not is_training:  # where half a pair would teach something wrong
+            cut = {"truncation": True, "max_length": self.max_length}
+            sides = [tokenizer(rows[name], **cut)["input_ids"] for name in names]
         lengths = [max(len(source), len(target)) for source, target in zip(*whole, strict=True)]
         too_long = f"it is longer than {self.max_length} tokens"
         is_long = [length > self.max_length for length in lengths]
@@ -113,13 +108,12 @@ class Translation(Task):
         split: Split,
         batch_size: int,
         num_pairs: int | None = None,
-        **generation: Any,
+        num_beams: int | None = None,
     ) -> tuple[Scores, list[str]]:
-        """Returns the loss of all pairs, the scores of the first `num_pairs` translations, and these."""
         result, _ = training.evaluate(accelerator, model, self, split.examples, tokenizer, batch_size)
         pairs = split.rows[:num_pairs]
         hypotheses = training.translate(
-            accelerator, model, tokenizer, pairs["source"], batch_size, self.max_length, **generation
+            accelerator, model, tokenizer, pairs["source"], batch_size, self.max_length, num_beams
         )
         return result | score_translations(hypotheses, pairs["target"], self.bleu_tokenize), hypotheses
 
