@@ -157,7 +157,7 @@ def recipe_flags(parser: HfArgumentParser, recipe: Path, recipes: Path) -> list[
         known = ", ".join(sorted(map(str, recipes.glob("*.yaml"))))
         parser.error(f"there is no recipe {recipe} (the project's own: {known})")
     text, folder = recipe.read_text(encoding="utf-8"), os.environ.get("HFTB_DATA", "")
-    if "${HFTB_DATA}" in text and not Path(folder).is_dir():
+    if "${HFTB_DATA}" in text and not (folder and Path(folder).is_dir()):
         parser.error(f"{recipe} reads data sets: set HFTB_DATA to the folder that holds them, not {folder!r}")
     text = text.replace("${HFTB_DATA}", folder)
     try:

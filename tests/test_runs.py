@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -149,7 +150,7 @@ def test_every_task_has_a_run_here():
 
 
 @pytest.mark.parametrize("task", AUTO)
-def test_a_task_trains_from_files_to_a_scored_folder(task, trained, run, capsys):
+def test_a_task_trains_from_files_to_a_scored_folder(task, trained, run, tmp_path, capsys):
     folder = trained(task)
     out = folder / "out"
     assert {file.name for file in out.iterdir()} >= LEFT_BEHIND
@@ -174,10 +175,16 @@ def test_a_task_trains_from_files_to_a_scored_folder(task, trained, run, capsys)
     assert model.num_parameters() == metrics["parameters"]
     assert len(transformers.AutoTokenizer.from_pretrained(out)) <= model.config.vocab_size
 
-    files = " ".join(map(str, sorted(folder.glob("test.*"))))
     capsys.readouterr()
-    run("evaluate", f"{out} --files {files}")
+    snippet = re.search("```python\n(.*?)```", card, re.DOTALL)[1].replace("path/to/this/folder", str(out))
+    exec(snippet, {})
+    assert capsys.readouterr().out.strip()
+
+    files = " ".join(map(str, sorted(folder.glob("test.*"))))
+    run("evaluate", f"{out} --files {files} --output_file {tmp_path / 'answers'}")
     printed = capsys.readouterr().out
+    answers = (tmp_path / "answers").read_text().splitlines()
+    assert len(answers) == {"causal-lm": 1, "masked-lm": 0, "question-answering": 17}.get(task, 20)
     scores = json.loads(printed[printed.index("{\n") :])
     assert scores == pytest.approx(metrics["scores"], abs=1e-5)
     assert math.isfinite(scores["loss"])
@@ -209,6 +216,41 @@ def test_a_masked_language_model_becomes_a_classifier(trained, run, tmp_path):
     for name in shared:
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-7)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["id2label"] == {"0": "even", "1": "odd"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ('--config_overrides "qk_nrom":1', "has no field 'qk_nrom'; did you mean 'qk_norm'?"),
+        ("--model_name_or_path nowhere", "--model_name_or_path nowhere is neither a folder nor an id"),
+        ('--config_overrides "num_attention_heads":5', "num_attention_heads=5"),
+    ],
+)
+def test_models_that_cannot_be_continued_are_refused(flags, message, trained, run, tmp_path):
+    start, data = trained("masked-lm") / "out", trained("text-classification")
+    arguments = f"--task text-classification --train_files {data / 'train.csv'} --model_name_or_path {start}"
+    arguments += f" {TINY} {flags}"
+    with pytest.raises(SystemExit, match=f"train.py: .*{re.escape(message)}"):
+        run("train", f"{arguments} --output_dir {tmp_path / 'out'}")
+
+
+def test_a_classifier_of_other_labels_gets_a_new_head(trained, run, tmp_path):
+    folder = trained("text-classification")
+    (tmp_path / "three.csv").write_text(
+        (folder / "train.csv").read_text().replace("even", "two", 1) + "four five,three\n" * 9
+    )
+    for name, words in (("three", {"two", "even", "odd", "three"}), ("other", {"straight", "crooked"})):
+        if name == "other":
+            text = (folder / "train.csv").read_text()
+            (tmp_path / "other.csv").write_text(text.replace("even", "straight").replace("odd", "crooked"))
+        flags = f"--task text-classification --train_files {tmp_path / name}.csv {TINY} --max_steps 1"
+        start = f"--model_name_or_path {folder / 'out'} --learning_rate 1e-9"
+        run("train", f"{flags} {start} --output_dir {tmp_path / name}")
+        assert {*json.loads((tmp_path / name / "config.json").read_text())["label2id"]} == words
+        before, after = (load_file(f / "model.safetensors") for f in (folder / "out", tmp_path / name))
+        assert torch.allclose(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+        heads = before["classifier.weight"], after["classifier.weight"]
+        assert heads[0].shape != heads[1].shape or not torch.allclose(*heads, atol=1e-3)
 
 
 def test_a_stream_holds_out_its_beginning_and_trains_on_the_rest(run, tmp_path, capsys):

@@ -18,7 +18,8 @@ pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_b
 from transformers import AutoTokenizer
 
 from hf_transformer_block import TransformerBlockForCausalLM
-from hf_transformer_block.building import build_model
+from hf_transformer_block.building import build_model, build_task
+from hf_transformer_block.run import Progress
 from hf_transformer_block.tasks import CausalLM, Translation
 from hf_transformer_block.vocabulary import train_tokenizer
 
@@ -109,6 +110,8 @@ def test_help_teaches_the_flags_with_their_defaults(script, default):
             "--label_smoothing is for language models and translation, not for text-classification",
         ),
         ("--report_to tensorbord", "--report_to tensorbord is unknown; did you mean 'tensorboard'?"),
+        ("--label_smoothing 1", "--label_smoothing 1.0 must be below 1"),
+        ("--test_files a b", "--validation_files and --test_files need --train_files or --dataset_name"),
         ("--token_dropout 0.1", "--token_dropout is for classification, not for translation"),
         ("--max_grad_norm 0", "--max_grad_norm 0.0 must be above 0"),
         ("--preset modem", "--preset modem is unknown; did you mean 'modern'?"),
@@ -179,14 +182,32 @@ def test_a_missing_file_is_one_clear_line(tmp_path):
     assert "Traceback" not in done.stdout
 
 
-def test_recipes_hold_only_flags():
-    yaml = pytest.importorskip("yaml", reason='runs after pip install "hf_transformer_block[train]"')
-    from hf_transformer_block.arguments import Arguments
-
+def test_recipes_are_runs(train_script, tmp_path, monkeypatch, capsys):
     recipes = sorted((ROOT / "scripts" / "recipes").glob("*.yaml"))
     assert recipes
+    monkeypatch.setenv("HFTB_DATA", str(tmp_path))
     for recipe in recipes:
-        assert set(yaml.safe_load(recipe.read_text())) <= set(Arguments.__dataclass_fields__), recipe
+        monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(recipe)])
+        arguments = train_script.parse_arguments("", train_script.RECIPES)
+        train_script.build_config(arguments, build_task(arguments, arguments.task), vocab_size=99)
+        assert arguments.train_files is None or all(
+            str(tmp_path) in f or "runs/" in f for f in arguments.train_files
+        )
+    monkeypatch.delenv("HFTB_DATA")
+    with pytest.raises(SystemExit):
+        train_script.parse_arguments("", train_script.RECIPES)
+    assert "set HFTB_DATA to the folder that holds them, not ''" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("more_is_better", "scores", "best"), [(False, [3, 2, 4], 1), (True, [3, 2, 4], 2)])
+def test_the_best_evaluation_is_no_nan(more_is_better, scores, best):
+    progress = Progress()
+    assert not progress.judge(float("nan"), more_is_better)
+    assert (progress.best_step, progress.without_better) == (None, 1)
+    for progress.step, score in enumerate(scores):
+        progress.judge(score, more_is_better)
+    assert (progress.best_step, progress.best_score) == (best, scores[best])
+    assert progress.without_better == len(scores) - 1 - best
 
 
 @pytest.mark.slow
