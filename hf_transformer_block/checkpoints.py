@@ -1,7 +1,6 @@
 """Checkpoints that outlive kills, full disks and damage, and the signals that ask a run to stop."""
 
 import ctypes
-import hashlib
 import json
 import logging
 import os
@@ -19,6 +18,8 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import StateDictType
+
+from .reading import hash_file
 
 
 logger = logging.getLogger(__name__)
@@ -51,11 +52,7 @@ def register_state(accelerator: Accelerator, *objects: object) -> None:
 
 def fingerprint(file: Path) -> list[int | str]:
     """Returns the size in bytes and the SHA-256 of a file's content."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
-        return [stream.tell(), digest.hexdigest()]
+    return [file.stat().st_size, hash_file(file)]
 
 
 def damage(folder: Path) -> str:

@@ -19,8 +19,8 @@ from datasets.exceptions import DatasetGenerationError, DatasetsError
 from transformers import PreTrainedTokenizerBase
 
 from . import batches, reading
-from .reading import is_unicode
-from .tasks.base import BadRow, Example, Row, Task
+from .reading import hash_file, is_unicode
+from .tasks.base import BadRow, Example, Row, Split, Task
 
 
 REMEDY = "mend it, or --bad_rows drop leaves such rows out"
@@ -121,15 +121,6 @@ def parse_rows(
 def tell(dropped: Counter[str]) -> str:
     """Returns the reasons with their counts, the most frequent first."""
     return "; ".join(f"{reason} ({count:,} times)" for reason, count in dropped.most_common())
-
-
-def hash_file(file: str | Path) -> str:
-    """Returns the sha256 of a file."""
-    digest = hashlib.sha256()
-    with open(file, "rb") as handle:
-        while block := handle.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def identify_file(file: str, streaming: bool) -> dict[str, Any]:
@@ -270,3 +261,15 @@ def report(split: str, size: str, dropped: Counter, cut: int) -> str:
     reasons = ", ".join(f"{count:,} because {reason}" for reason, count in dropped.most_common())
     left_out = f"; left out: {reasons}" if reasons else ""
     return f"{split}: {size}{left_out}" + (f"; {cut:,} cut to --max_length" if cut else "")
+
+
+def make_split(
+    task: Task, rows: Dataset, tokenizer: PreTrainedTokenizerBase, is_training: bool, bad_rows: str
+) -> tuple[Split, Counter[str], int]:
+    """Returns the rows that examples were made of, with these; why others were dropped; how many were cut."""
+    examples, dropped = encode(task, rows, tokenizer, is_training, bad_rows)
+    cut = dropped.pop("cut", 0)
+    if dropped:
+        used = set(examples["row"])
+        rows = rows.select([index for index, row in enumerate(rows["row"]) if row in used])
+    return Split(rows, examples), dropped, cut

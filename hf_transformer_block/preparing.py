@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .arguments import Arguments
 from .dates import date_pairs
-from .loading import Origin, encode, load, report
+from .loading import Origin, load, make_split, report
 from .tasks import Split, Task
 from .vocabulary import TOKENIZERS, train_tokenizer
 
@@ -162,12 +162,8 @@ def prepare_data(
             accelerator.print("train: read as it comes")
             continue
         with accelerator.local_main_process_first():
-            examples, dropped = encode(task, rows, tokenizer, is_training, arguments.bad_rows)
-        cut = dropped.pop("cut", 0)
-        if dropped:
-            used = set(examples["row"])
-            rows = rows.select([index for index, row in enumerate(rows["row"]) if row in used])
+            splits[split], dropped, cut = make_split(task, rows, tokenizer, is_training, arguments.bad_rows)
         data.dropped[split] = data.dropped.get(split, Counter()) + dropped
-        splits[split] = Split(rows, examples)
-        accelerator.print(report(split, f"{len(examples):,} examples", data.dropped[split], cut))
+        size = f"{len(splits[split].examples):,} examples"
+        accelerator.print(report(split, size, data.dropped[split], cut))
     return task, tokenizer, splits, data

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -45,6 +46,15 @@ def is_unicode(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(is_unicode, value.values()))
     return not isinstance(value, list) or all(map(is_unicode, value))
+
+
+def hash_file(file: str | Path) -> str:
+    """Returns the sha256 of a file."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as handle:
+        while block := handle.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_lines(file: str) -> Iterator[str]:

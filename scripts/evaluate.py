@@ -26,9 +26,9 @@ try:
     from hf_transformer_block.arguments import Arguments as TrainingArguments
     from hf_transformer_block.arguments import HelpFormatter, flag
     from hf_transformer_block.building import build_task
-    from hf_transformer_block.loading import Origin, encode, load, report
+    from hf_transformer_block.loading import Origin, load, make_split, report
     from hf_transformer_block.preparing import read_dates
-    from hf_transformer_block.tasks import TASKS, Split, Task
+    from hf_transformer_block.tasks import TASKS, Task
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
 
@@ -101,13 +101,10 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(named.model)
         with accelerator.local_main_process_first():
             rows = read_rows(task, arguments, accelerator)
-            examples, dropped = encode(task, rows, tokenizer, False, arguments.bad_rows)
-        cut = dropped.pop("cut", 0)
-        accelerator.print(report("scored", f"{len(examples):,} examples", dropped, cut))
-        beams = {} if arguments.num_beams is None else {"num_beams": arguments.num_beams}
-        scores, answers = task.evaluate(
-            accelerator, model, tokenizer, Split(rows, examples), arguments.batch_size, **beams
-        )
+            split, dropped, cut = make_split(task, rows, tokenizer, False, arguments.bad_rows)
+        accelerator.print(report("scored", f"{len(split.examples):,} examples", dropped, cut))
+        size, beams = arguments.batch_size, arguments.num_beams
+        scores, answers = task.evaluate(accelerator, model, tokenizer, split, size, num_beams=beams)
         if arguments.output_file and accelerator.is_main_process:
             text = "".join(" ".join(answer.split("\n")) + "\n" for answer in answers)
             Path(arguments.output_file).write_text(text, encoding="utf-8")
