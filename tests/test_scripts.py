@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -241,7 +242,7 @@ def test_two_processes_train_as_one_and_save_one_folder(pairs, tmp_path):
 def test_sharded_processes_train_as_whole_ones_and_save_one_folder(pairs, tmp_path):
     flags = (
         f"{pairs} {TINY} --max_steps 16 --dropout 0 --tokens_per_batch 60 --ema_decay 0.9 --num_beams 2 "
-        f"--gradient_accumulation_steps 2 --output_dir"
+        f"--gradient_accumulation_steps 2 --save_steps 8 --output_dir"
     )
     train(f"{flags} {tmp_path / 'ddp'}", TWO_PROCESSES)
     launch = "--config_file scripts/accelerate/fsdp2.yaml --mixed_precision no"
@@ -260,9 +261,16 @@ def test_sharded_processes_train_as_whole_ones_and_save_one_folder(pairs, tmp_pa
         assert after["loss"] == pytest.approx(before["loss"], abs=1e-4)
     whole, gathered = (load_file(tmp_path / name / "model.safetensors") for name in ("ddp", "fsdp"))
     assert whole.keys() == gathered.keys()
-    assert all(torch.allclose(whole[name], gathered[name], atol=1e-3) for name in whole)
+    assert all(torch.allclose(whole[name], gathered[name], atol=1e-5) for name in whole)
     names = {file.name for file in (tmp_path / "ddp").iterdir()}
     assert names == {file.name for file in (tmp_path / "fsdp").iterdir()}
+
+    shutil.rmtree(tmp_path / "fsdp" / "checkpoints" / "step-00000016")
+    (tmp_path / "fsdp" / "model.safetensors").unlink()
+    done = run([*sharded, "--resume"])
+    assert "continuing after update 8" in done.stdout, done.stdout[-3000:]
+    resumed = load_file(tmp_path / "fsdp" / "model.safetensors")
+    assert all(torch.equal(gathered[name], resumed[name]) for name in gathered)
 
 
 @pytest.mark.slow
