@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 
 Row = dict[str, Any]  # what was read: texts and labels as people write them
 Example = dict[str, Any]  # what the model learns from: token ids, labels, and a `length` in tokens
+Batch = dict[str, torch.Tensor]  # examples as the model takes them
 
 POOL = 50  # batches among whose examples those of about one length are looked for
 CHUNK_ROWS, CHUNK_CHARACTERS = 1000, 2**20  # most that are encoded together

@@ -18,11 +18,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .batches import rank_shares, split_batch
+from .batches import Batch, Example, rank_shares, split_batch
 
 
 if TYPE_CHECKING:
-    from .tasks.base import Batch, Example, Task
+    from .tasks.base import Task
 
 
 def use_all_cores(accelerator: Accelerator) -> None:
@@ -116,9 +116,9 @@ def micro_batches(
     accelerator: Accelerator,
     task: "Task",
     tokenizer: PreTrainedTokenizerBase,
-    examples: "list[Example]",
+    examples: list[Example],
     pieces: int,
-) -> "list[Batch]":
+) -> list[Batch]:
     """
     Returns this process's part of a batch, in `pieces` on its device.
 
@@ -158,8 +158,8 @@ def update(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
-    batches: "list[Batch]",
-    count_targets: "Callable[[Batch], torch.Tensor]",
+    batches: list[Batch],
+    count_targets: Callable[[Batch], torch.Tensor],
     max_grad_norm: float,
     wants_stop: bool = False,
     **loss_options: float,

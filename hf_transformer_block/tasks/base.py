@@ -12,10 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import training
-from ..batches import Example, Row
+from ..batches import Batch, Example, Row
 
 
-Batch = dict[str, torch.Tensor]
 Scores = dict[str, float | str]
 
 
