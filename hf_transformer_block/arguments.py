@@ -87,7 +87,8 @@ class Arguments:
     max_length: int = flag(128, "Longest source or target, or length of a block of text, in tokens.")
 
     model_name_or_path: str | None = flag(
-        None, "Model of this family to start from, a folder or an id of the Hub, with its tokenizer."
+        None,
+        "Model of this family to start from, a folder or an id of the Hub: its tokenizer and shape are kept.",
     )
     preset: str = flag("modern", "Block to begin from: vaswani, modern or tutorial.")
     hidden_size: int = flag(256, "Width of the model.")
@@ -111,7 +112,9 @@ class Arguments:
     )
     learning_rate: float = flag(1e-3, "Highest learning rate of AdamW.")
     lr_scheduler_type: str = flag("cosine", "cosine, linear, inverse_sqrt or constant_with_warmup.")
-    warmup_steps: int = flag(200, "Updates until the highest learning rate.")
+    warmup_steps: int | None = flag(
+        None, "Updates until the highest learning rate. Without: 200, or a tenth of a shorter run."
+    )
     weight_decay: float = flag(0.01, "Weight decay of AdamW, on matrices only.")
     max_grad_norm: float = flag(1.0, "Gradients longer than this are scaled down to it.")
     label_smoothing: float = flag(
@@ -127,7 +130,7 @@ class Arguments:
         None,
         "Evaluate and save a moving average of the weights, of this decay (0.999: the last 1,000 updates).",
     )
-    seed: int = flag(0, "Seed of the weights, the order of examples and dropout.")
+    seed: int = flag(0, "Seed of the weights, the order of examples, dropout, and which rows are held out.")
 
     eval_steps: int = flag(500, "Updates between evaluations.")
     eval_batch_size: int = flag(256, "Examples at a time in evaluation, on each process.")
@@ -205,6 +208,8 @@ def check_combinations(parser: HfArgumentParser, arguments: Arguments) -> None:
         parser.error(
             f"--metric_for_best_model {metric} is no score of {arguments.task}{hint} (known: {metrics})"
         )
+    if not 0 <= arguments.seed < 2**32:
+        parser.error(f"--seed {arguments.seed} must be between 0 and {2**32 - 1}")
     if arguments.ema_decay is not None and not 0 < arguments.ema_decay < 1:
         parser.error(f"--ema_decay {arguments.ema_decay} must be between 0 and 1, as in 0.999")
     if arguments.report_to and importlib.util.find_spec(arguments.report_to) is None:
@@ -241,7 +246,8 @@ def parse_arguments(description: str, recipes: Path) -> Arguments:
     Exits with a message that names the flag, its value and the remedy.
     """
     options = {"formatter_class": HelpFormatter, "allow_abbrev": False}
-    parser = HfArgumentParser(Arguments, description=description, **options)
+    usage = "accelerate launch scripts/train.py [--FLAG VALUE ...]"
+    parser = HfArgumentParser(Arguments, description=description, usage=usage, **options)
     first, _ = HfArgumentParser(Arguments, add_help=False, allow_abbrev=False).parse_known_args()
     recipe = Path(first.config) if first.config else None
     if recipe is None and first.train_files is None and first.dataset_name is None:

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .arguments import Arguments
-from .configuration_hf_transformer_block import TransformerBlockConfig
+from .configuration_hf_transformer_block import TransformerBlockConfig, nearest
 from .tasks import TASKS, Task
 
 
@@ -36,6 +36,14 @@ def read_overrides(arguments: Arguments) -> dict[str, Any]:
         raise ValueError(
             f"--config_overrides {arguments.config_overrides!r} is no 'key: value, ...'"
         ) from error
+    for key in overrides:
+        known = [field.name for field in fields(TransformerBlockConfig)]
+        if key not in known:
+            raise ValueError(
+                f"--config_overrides: the configuration has no field {key!r}{nearest(str(key), known)}"
+            )
+        if hasattr(arguments, key):
+            raise ValueError(f"--config_overrides {key}: it is a flag of its own, --{key}")
     if unset := [key for key, value in overrides.items() if value is None]:
         raise ValueError(f"--config_overrides gives no value for {unset[0]!r}: write 'key: value'")
     return overrides
@@ -71,6 +79,10 @@ def load_config(arguments: Arguments, task: Task) -> TransformerBlockConfig:
         raise ValueError(
             f"--model_name_or_path {name} is a {config.model_type}, no model of this family: "
             f"scripts/convert.py makes one of a GPT-2, Llama, Mistral, Qwen2, Qwen3 or Marian"
+        )
+    if not any(name.endswith(task.model_class.__name__) for name in config.auto_map.values()):
+        raise ValueError(
+            f"--model_name_or_path {name} is a {config.architecture}, which is no model for {task.name}"
         )
     limit = config.max_position_embeddings
     if config.position_embedding in ("learned", "sinusoidal") and arguments.max_length + 1 > limit:

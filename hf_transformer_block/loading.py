@@ -241,7 +241,7 @@ def encode(
                 if reason and bad_rows == "error":
                     index = batch["row"].index(example["row"])
                     text = task.texts({name: column[index] for name, column in batch.items()})[0]
-                    raise ValueError(f"row {example['row'] + 1} ({text[:40]!r}): {reason}; {REMEDY}")
+                    raise ValueError(f"the row that begins {text[:40]!r}: {reason}; {REMEDY}")
                 if reason:
                     counts[reason] += 1
                     continue

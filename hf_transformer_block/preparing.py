@@ -164,6 +164,7 @@ def prepare_data(
         with accelerator.local_main_process_first():
             splits[split], dropped, cut = make_split(task, rows, tokenizer, is_training, arguments.bad_rows)
         data.dropped[split] = data.dropped.get(split, Counter()) + dropped
-        size = f"{len(splits[split].examples):,} examples"
+        made, used = len(splits[split].examples), len(splits[split].rows)
+        size = f"{made:,} examples" + (f" of {used:,} rows" if made != used else "")
         accelerator.print(report(split, size, data.dropped[split], cut))
     return task, tokenizer, splits, data

@@ -108,11 +108,13 @@ def read_delimited(file: str, columns: Sequence[str] = ()) -> Iterator[dict[str,
     first, header = next(lines, (1, []))
     if kind_of(file) == "tsv" and header and not set(columns) <= set(header):
         lines, header = itertools.chain([(first, header)], lines), list(columns)
+    if twice := [name for index, name in enumerate(header) if name in header[:index]]:
+        raise ValueError(f"{file} has two columns {twice[0]!r}: rename one")
     for number, cells in lines:
         if len(cells) != len(header):
             if any(map(str.strip, cells)):
                 raise ValueError(
-                    f"{file} has {len(cells)} columns, not {len(header)}, in line {number}: {cells}"
+                    f"{file} has {len(cells)} columns, not {len(header)}, in line {number}: {str(cells)[:80]}"
                 )
             cells = [""] * len(header)
         yield dict(zip(header, cells, strict=True))
@@ -213,7 +215,9 @@ def read_columns(file: str) -> Iterator[list[list[str]]]:
             continue
         width = width or len(cells)
         if len(cells) != width:
-            raise ValueError(f"{file} has {len(cells)} columns, not {width}, in line {number}: {cells}")
+            raise ValueError(
+                f"{file} has {len(cells)} columns, not {width}, in line {number}: {str(cells)[:80]}"
+            )
         sentence.append(cells)
     if sentence:
         yield sentence

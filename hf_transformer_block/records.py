@@ -1,5 +1,6 @@
 """What a run leaves behind so that it can be understood: run.json, metrics.jsonl, a curve, and its engine."""
 
+import fcntl
 import json
 import logging
 import math
@@ -10,7 +11,8 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,6 +38,31 @@ def replace_file(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     new.replace(file)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder; raises ValueError if one is in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write into {folder}: {error.strerror}; give another --output_dir"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(
+            f"another run is writing into {folder}: wait for it, or give another --output_dir"
+        ) from error
+    except OSError:  # not every network's file system has locks
+        logger.warning("%s cannot be locked: start no second run into it", folder)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def versions() -> dict[str, str]:

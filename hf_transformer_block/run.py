@@ -36,7 +36,10 @@ def stream_batches(
         examples = [dict(zip(encoded, values, strict=True)) for values in zip(*encoded.values(), strict=True)]
         bad = [example for example in examples if example["dropped"]]
         if bad and arguments.bad_rows == "error":
-            raise ValueError(f"row {bad[0]['row'] + 1}: {bad[0]['dropped']}; {REMEDY}")
+            row = next(row for row in chunk if row["row"] == bad[0]["row"])
+            raise ValueError(
+                f"the row that begins {task.texts(row)[0][:40]!r}: {bad[0]['dropped']}; {REMEDY}"
+            )
         split.dropped.update(example["dropped"] for example in bad)
         return [example for example in examples if not example["dropped"]]
 
@@ -79,8 +82,8 @@ class Progress:
         """Returns whether an evaluation is the best so far, and takes note."""
         before = self.best_score
         is_better = before is None or (score > before if more_is_better else score < before)
-        is_best = is_better and math.isfinite(score)
-        self.without_better = 0 if is_best else self.without_better + 1
+        is_best = math.isfinite(score) and (is_better or score == before)  # of equals the later
+        self.without_better = 0 if is_best and is_better else self.without_better + 1
         if is_best:
             self.best_step, self.best_score = self.step, score
         return is_best
@@ -137,8 +140,10 @@ class Run:
             # one table is one module for both stacks, for FSDP2 shards a module's weights in one group
             model.set_input_embeddings(model.get_input_embeddings())
         optimizer = training.build_optimizer(model, arguments.learning_rate, arguments.weight_decay)
+        warmup = arguments.warmup_steps
+        warmup = min(200, self.max_steps // 10) if warmup is None else warmup
         self.scheduler = get_scheduler(
-            arguments.lr_scheduler_type, optimizer, arguments.warmup_steps, num_training_steps=self.max_steps
+            arguments.lr_scheduler_type, optimizer, warmup, num_training_steps=self.max_steps
         )
         if plugin := getattr(accelerator.state, "deepspeed_plugin", None):
             # its engine keeps its own account of the loop, and sees no data loader to take this from

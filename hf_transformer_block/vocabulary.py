@@ -63,6 +63,10 @@ def train_tokenizer(
         # a hidden word takes the space before it along, as the tokens of "bpe" do
         special["mask_token"] = AddedToken("<mask>", lstrip=kind == "bpe", special=True)
     options = {"vocab_size": vocab_size, "special_tokens": [*special.values()], "show_progress": False}
+    if kind == "bpe" and vocab_size < (least := 256 + len(special)):
+        raise ValueError(
+            f"--vocab_size {vocab_size} has no room for all bytes and special tokens: at least {least}"
+        )
     if kind == "bpe":
         trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
     else:

@@ -93,6 +93,11 @@ def main() -> None:
     )
     parser.add_argument("model", help="Folder, or id on the Hub.")
     arguments, named = parser.parse_args_into_dataclasses()
+    for name in ("batch_size", "num_beams"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            parser.error(f"--{name} {value} must be at least 1")
+    if arguments.output_file and not Path(arguments.output_file).parent.is_dir():
+        parser.error(f"--output_file {arguments.output_file}: there is no folder for it")
     accelerator = Accelerator()
     training.use_all_cores(accelerator)
     try:

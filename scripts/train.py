@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -136,23 +137,20 @@ def check_run(arguments: Arguments, accelerator: Accelerator) -> None:
 
 
 def start(arguments: Arguments, accelerator: Accelerator) -> tuple[Run, Data]:
-    """Returns the run, ready to train; exits, in one sentence, if something about it cannot work."""
-    try:
-        check_run(arguments, accelerator)
-        accelerator.print(
-            f"{arguments.task}: {accelerator.num_processes} process(es) on {accelerator.device.type} "
-            f"({accelerator.distributed_type.value}), {torch.get_num_threads()} threads each, mixed "
-            f"precision {accelerator.mixed_precision}"
-        )
-        if accelerator.is_main_process:
-            prepare_folder(arguments)
-        accelerator.wait_for_everyone()
-        task = build_task(arguments, arguments.task)
-        task, tokenizer, splits, data = prepare_data(arguments, accelerator, task)
-        run = Run(arguments, accelerator, task, tokenizer, splits)
-        records.write_run(run.folder, asdict(arguments), accelerator, data.fingerprints)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"train.py: {error}") from error
+    """Returns the run, ready to train; raises ValueError if something about it cannot work."""
+    check_run(arguments, accelerator)
+    accelerator.print(
+        f"{arguments.task}: {accelerator.num_processes} process(es) on {accelerator.device.type} "
+        f"({accelerator.distributed_type.value}), {torch.get_num_threads()} threads each, mixed "
+        f"precision {accelerator.mixed_precision}"
+    )
+    if accelerator.is_main_process:
+        prepare_folder(arguments)
+    accelerator.wait_for_everyone()
+    task = build_task(arguments, arguments.task)
+    task, tokenizer, splits, data = prepare_data(arguments, accelerator, task)
+    run = Run(arguments, accelerator, task, tokenizer, splits)
+    records.write_run(run.folder, asdict(arguments), accelerator, data.fingerprints)
     accelerator.print(f"{run.num_parameters:,} parameters, {len(tokenizer):,} tokens")
     return run, data
 
@@ -169,8 +167,23 @@ def finish(run: Run, data: Data, began: float) -> None:
     print(f"{run.num_parameters:,} parameters, {seconds} s; saved in {run.folder}")
 
 
-def main() -> None:
+def train(arguments: Arguments, accelerator: Accelerator) -> None:
+    """Trains, and leaves the model, or a checkpoint to go on from."""
     began = time.perf_counter()
+    run, data = start(arguments, accelerator)
+    if arguments.report_to:
+        flags = {
+            name: value for name, value in asdict(arguments).items() if isinstance(value, int | float | str)
+        }
+        accelerator.init_trackers(run.folder.name, flags, {"wandb": {"dir": arguments.output_dir}})
+    if stopped_by := run.train():
+        step = run.progress.step
+        accelerator.print(f"stopped by {stopped_by} after update {step}: --resume goes on from there")
+    else:
+        finish(run, data, began)
+
+
+def main() -> None:
     arguments = parse_arguments(__doc__, RECIPES)
     accelerator = Accelerator(
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
@@ -183,19 +196,11 @@ def main() -> None:
     training.use_all_cores(accelerator)
     checkpoints.follow_launcher()
     set_seed(arguments.seed)
-    run, data = start(arguments, accelerator)
-    if arguments.report_to:
-        flags = {
-            name: value for name, value in asdict(arguments).items() if isinstance(value, int | float | str)
-        }
-        accelerator.init_trackers(run.folder.name, flags, {"wandb": {"dir": arguments.output_dir}})
     try:
-        if stopped_by := run.train():
-            step = run.progress.step
-            accelerator.print(f"stopped by {stopped_by} after update {step}: --resume goes on from there")
-        else:
-            finish(run, data, began)
-    except ValueError as error:
+        folder = Path(arguments.output_dir)
+        with records.locked(folder) if accelerator.is_main_process else nullcontext():
+            train(arguments, accelerator)
+    except (ValueError, OSError) as error:
         raise SystemExit(f"train.py: {error}") from error
     except KeyboardInterrupt as error:
         raise SystemExit("train.py: interrupted; --resume goes on from the newest checkpoint") from error

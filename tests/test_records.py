@@ -28,7 +28,7 @@ from checkpoint_worker import limited
 from conftest import MODELS, model_name, tiny_config
 
 from hf_transformer_block import TransformerBlock, records
-from hf_transformer_block.records import MetricsLog, check_engine, peak_memory, plot_curve, write_run
+from hf_transformer_block.records import MetricsLog, check_engine, locked, peak_memory, plot_curve, write_run
 
 
 ROOT = Path(__file__).parents[1]
@@ -280,3 +280,14 @@ def test_deepspeed_stages(stage, monkeypatch):
     assert (plugin.zero_stage, plugin.gradient_clipping) == (stage, 1.0)
     assert plugin.gradient_accumulation_steps == 1
     assert plugin.zero3_save_16bit_model == (stage == 3)
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path):
+    message = r"another run is writing into .*run: give another --output_dir"
+    with locked(tmp_path / "run"), pytest.raises(ValueError, match=message):
+        locked(tmp_path / "run").__enter__()
+    with locked(tmp_path / "run"):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write into .*file: .*; give another --output_dir"):
+        locked(tmp_path / "file").__enter__()

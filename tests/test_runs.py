@@ -223,7 +223,7 @@ def test_a_masked_language_model_becomes_a_classifier(trained, run, tmp_path):
     [
         ('--config_overrides "qk_nrom":1', "has no field 'qk_nrom'; did you mean 'qk_norm'?"),
         ("--model_name_or_path nowhere", "--model_name_or_path nowhere is neither a folder nor an id"),
-        ('--config_overrides "num_attention_heads":5', "num_attention_heads=5"),
+        ('--config_overrides "rope_parameters":3', "rope_parameters"),
     ],
 )
 def test_models_that_cannot_be_continued_are_refused(flags, message, trained, run, tmp_path):

@@ -168,6 +168,22 @@ def test_a_line_that_is_not_utf8_is_left_out_of_its_document(tmp_path):
         load(CausalLM(), origin, "error")
 
 
+@pytest.mark.parametrize("lengths", [[40], [30, 10], [1, 60], [60, 1], [5, 5, 5, 5], [9, 1], [1, 1]])
+def test_a_tenth_of_few_texts_is_held_out_wherever_they_part(lengths):
+    texts = ["abcdefghij"[index % 10] * length for index, length in enumerate(lengths)]
+    train, validation = CausalLM().hold_out(rows_of(texts), seed=0)
+    text = "".join(texts)
+    assert "".join(train["text"]) == text[: len(text) * 9 // 10]
+    assert "".join(validation["text"]) == text[len(text) * 9 // 10 :]
+    assert all(train["text"])
+    assert all(validation["text"])
+
+
+def test_a_text_too_short_to_part_is_refused():
+    with pytest.raises(ValueError, match="the text is too short to train on and to validate"):
+        CausalLM().hold_out(rows_of(["a"]), seed=0)
+
+
 def test_the_last_tenth_of_a_text_is_held_out_and_a_twentieth_of_many_documents(tmp_path):
     task = CausalLM()
     text = "".join(f"line {number}\n" for number in range(20_000))

@@ -1,5 +1,6 @@
 """What every task says about itself: the rows it reads, the examples made of them, batches and scores."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Task:
 
     def example(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Returns what a user would give the model, made of a row: an input for the model card."""
-        return self.texts(row)[0][:60]
+        return textwrap.shorten(self.texts(row)[0], 60, placeholder="")
 
     def learn_labels(self, rows: Any) -> "Task":
         """Returns the task with the labels that the training rows hold; most tasks have none."""

@@ -197,6 +197,11 @@ class TokenClassification(Classification):
             if kind_of(file) in ("jsonl", "json", "parquet"):
                 yield from read_records(file)
                 continue
+            for name in (self.text_column, self.label_column):
+                if not name.isdecimal() and name not in ("text", "label"):
+                    raise ValueError(
+                        f"{file} has no names for its columns, as {name!r}: give a number, from 0"
+                    )
             for lines in read_columns(file):
                 width = len(lines[0])
                 word, label = (

@@ -73,13 +73,15 @@ class LanguageModeling(Task):
             Dataset.from_list([{**row, "text": text, "ends": ends}], rows.features)
             for text, ends in ((row["text"][:left], True), (row["text"][left:], row["ends"]))
         ]
-        before, after = rows.select(range(number)), rows.select(range(number + 1, len(rows)))
-        train = concatenate_datasets([before, halves[0]]) if left else before
-        if not len(train):
+        if number == 0 and not left:
             raise ValueError(
                 "the text is too short to train on and to validate: give more, or --validation_files"
             )
-        return train, concatenate_datasets([halves[1], after])
+        # of no rows, there is no data set
+        before = [rows.select(range(number))] if number else []
+        after = [rows.select(range(number + 1, len(rows)))] if number + 1 < len(rows) else []
+        train = [*before, halves[0]] if left else before
+        return concatenate_datasets(train), concatenate_datasets([halves[1], *after])
 
 
 @dataclass(frozen=True)
