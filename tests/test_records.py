@@ -283,7 +283,7 @@ def test_deepspeed_stages(stage, monkeypatch):
 
 
 def test_a_folder_takes_one_run_at_a_time(tmp_path):
-    message = r"another run is writing into .*run: give another --output_dir"
+    message = r"another run is writing into .*run: wait for it, or"
     with locked(tmp_path / "run"), pytest.raises(ValueError, match=message):
         locked(tmp_path / "run").__enter__()
     with locked(tmp_path / "run"):

@@ -312,7 +312,7 @@ REASON = "its label 'green' is unknown (known: even, odd)"
         (f"{LABELS} {{good}} --validation_files {{empty}}", "{empty} is empty"),
         (
             f"{LABELS} {{good}} --validation_files {{green}} --bad_rows error",
-            f"row 2 ('two'): {REASON}; mend it, or --bad_rows drop",
+            f"the row that begins 'two': {REASON}; mend it, or --bad_rows drop",
         ),
         (f"{LABELS} {{latin}} --bad_rows error", "{latin}, row 3: it is not UTF-8: iconv -t UTF-8 converts"),
         (
