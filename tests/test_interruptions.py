@@ -409,7 +409,8 @@ def test_losses_that_are_not_finite_end_a_run_before_they_spoil_a_checkpoint(who
     # the learning rate is 0 in the first update, and ruins the weights in the second
     found = re.search(
         r"train.py: loss or gradient was not finite in 5 updates in a row, the last being update 7 \(rows "
-        r"(.*?) of those to train on; the first begins .*?\); the last good checkpoint is step-(\d+)\. Look at these rows",
+        r"(.*?) of those to train on; the first begins .*?\); "
+        r"the last good checkpoint is step-(\d+)\. Look at these rows",
         printed,
     )
     assert found, printed[-2000:]
