@@ -145,7 +145,8 @@ class Training:
     @property
     def step(self) -> int:
         """The newest update that metrics.jsonl knows."""
-        return self.lines()[-1]["step"] if self.lines() else 0
+        lines = self.lines()  # once, for the training may replace the file meanwhile
+        return lines[-1]["step"] if lines else 0
 
     def metrics(self) -> dict:
         """Returns what equal runs write into metrics.json."""
