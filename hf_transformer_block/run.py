@@ -259,7 +259,7 @@ class Run:
                 f"begin anew with a lower --learning_rate or more --warmup_steps"
             )
 
-    def updates(self, stop: checkpoints.StopSignal) -> Iterator[tuple[training.Update, float]]:
+    def updates(self) -> Iterator[tuple[training.Update, float]]:
         """Makes one optimizer update after the other; yields what it reports and its tokens per second."""
         arguments, progress = self.arguments, self.progress
         options = {"label_smoothing": arguments.label_smoothing} if arguments.label_smoothing else {}
@@ -280,7 +280,6 @@ class Run:
                 ),
                 self.task.count_targets,
                 arguments.max_grad_norm,
-                wants_stop=stop.asked is not None,
                 **options,
             )
             progress.step, progress.position = progress.step + 1, asdict(position)
@@ -306,7 +305,7 @@ class Run:
         )
         self.model.train()
         with bar, checkpoints.StopSignal() as stop:
-            for update, speed in self.updates(stop) if not self.is_over else ():
+            for update, speed in self.updates() if not self.is_over else ():
                 step = self.progress.step
                 show(
                     bar,
@@ -318,15 +317,14 @@ class Run:
                 if step % arguments.logging_steps == 0:
                     self.write_log(update, speed)
                 is_best = (step % arguments.eval_steps == 0 or step == self.max_steps) and self.evaluate()
-                is_last = update.is_last or self.is_over
+                stopped_by = stop.agreed(accelerator)
+                is_last = bool(stopped_by) or self.is_over
                 is_due = is_best or step % arguments.save_steps == 0
                 # what is not finite may come back: older checkpoints are the better ones to go on from
                 if is_last or (is_due and not self.progress.not_finite):
                     self.save()
-                if update.is_last:
-                    return stop.agreed(accelerator)
                 if is_last:
-                    break
+                    return stopped_by
         return None
 
     def finish(self) -> tuple[dict, list[str]]:

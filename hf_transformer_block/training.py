@@ -143,14 +143,12 @@ class Update:
         targets: labels that counted.
         grad_norm: length of the gradient before clipping; None where the engine keeps it to itself.
         is_finite: whether loss and gradient were; if not, the weights have stayed as they were.
-        is_last: whether a process was asked to stop.
     """
 
     loss: float
     targets: int
     grad_norm: float | None
     is_finite: bool
-    is_last: bool
 
 
 def update(
@@ -161,7 +159,6 @@ def update(
     batches: list[Batch],
     count_targets: Callable[[Batch], torch.Tensor],
     max_grad_norm: float,
-    wants_stop: bool = False,
     **loss_options: float,
 ) -> Update:
     """
@@ -170,16 +167,13 @@ def update(
     Losses are summed over micro-batches and processes and divided by their common number of targets, so the
     update does not depend on how the batch was split. A loss or gradient that is not finite changes nothing.
     """
-    counts = torch.stack(
-        [sum(map(count_targets, batches)), torch.tensor(int(wants_stop), device=accelerator.device)]
-    )
-    counts = accelerator.reduce(counts)
-    targets = counts[0].clamp(min=1)
+    targets = accelerator.reduce(sum(map(count_targets, batches)))
+    items = targets.clamp(min=1)
     total = torch.zeros((), device=accelerator.device)
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps  # both are averaged over
     for batch in batches:
         with accelerator.accumulate(model):
-            loss = model(**batch, num_items_in_batch=targets, **loss_options).loss
+            loss = model(**batch, num_items_in_batch=items, **loss_options).loss
             accelerator.backward(loss * scale)
         total += loss.detach()
     loss = accelerator.reduce(total).item()
@@ -193,7 +187,7 @@ def update(
         if not accelerator.optimizer_step_was_skipped:
             scheduler.step()
     optimizer.zero_grad()
-    return Update(loss, int(counts[0]), norm, is_finite, bool(counts[1]))
+    return Update(loss, int(targets), norm, is_finite)
 
 
 def evaluation_batches(accelerator: Accelerator, lengths: list[int], batch_size: int) -> list[list[int]]:
