@@ -120,9 +120,6 @@ class Arguments:
     label_smoothing: float = flag(
         0.0, "Language models: probability that targets spread over the vocabulary."
     )
-    token_dropout: float = flag(
-        0.0, "Classification: probability that training replaces a token by the unknown one."
-    )
     gradient_checkpointing: bool = flag(
         False, "Compute activations twice instead of keeping them: saves memory."
     )
@@ -191,12 +188,11 @@ def check_arguments(parser: HfArgumentParser, arguments: Arguments) -> None:
     for name in ("learning_rate", "max_grad_norm"):
         if not (value := getattr(arguments, name)) > 0:
             parser.error(f"--{name} {value} must be above 0")
-    for name in ("warmup_steps", "weight_decay", "label_smoothing", "dropout", "token_dropout"):
+    for name in ("warmup_steps", "weight_decay", "label_smoothing", "dropout"):
         if not ((value := getattr(arguments, name)) or 0) >= 0:
             parser.error(f"--{name} {value} must not be negative")
-    for name in ("label_smoothing", "token_dropout"):
-        if (value := getattr(arguments, name)) >= 1:
-            parser.error(f"--{name} {value} must be below 1")
+    if arguments.label_smoothing >= 1:
+        parser.error(f"--label_smoothing {arguments.label_smoothing} must be below 1")
     check_combinations(parser, arguments)
 
 
@@ -222,8 +218,6 @@ def check_combinations(parser: HfArgumentParser, arguments: Arguments) -> None:
         parser.error(
             "--num_train_epochs needs the length of the data, which --streaming does not know: --max_steps"
         )
-    if arguments.token_dropout and not hasattr(TASKS[arguments.task], "token_dropout"):
-        parser.error(f"--token_dropout is for classification, not for {arguments.task}")
     if arguments.label_smoothing and not arguments.task.endswith(("lm", "translation")):
         parser.error(f"--label_smoothing is for language models and translation, not for {arguments.task}")
     longest = arguments.max_length + (arguments.task == "causal-lm")  # blocks share a token

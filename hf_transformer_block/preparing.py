@@ -102,7 +102,6 @@ def load_tokenizer(name: str, task: Task) -> PreTrainedTokenizerBase:
         missing["eos"] = tokenizer.eos_token_id is None
     if task.name == "masked-lm":
         missing["mask"] = tokenizer.mask_token_id is None
-    missing["unk"] = bool(getattr(task, "token_dropout", 0)) and tokenizer.unk_token_id is None
     if lacks := [kind for kind, is_missing in missing.items() if is_missing]:
         raise ValueError(
             f"the tokenizer {name} has no {lacks[0]} token: choose another, or bpe, char or word"

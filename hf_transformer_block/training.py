@@ -125,10 +125,9 @@ def micro_batches(
     A piece without an example of its own is a muted copy of the first: every process has to take part.
     """
     parts = split_batch(examples, accelerator.process_index, accelerator.num_processes, pieces)
-    varied = [[task.vary(example, tokenizer) for example in part] for part in parts]
     batches = [
         task.collate(part, tokenizer) if part else task.mute(task.collate(examples[:1], tokenizer))
-        for part in varied
+        for part in parts
     ]
     return send_to_device(batches, accelerator.device)
 

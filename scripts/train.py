@@ -103,7 +103,8 @@ def write_results(run: Run, data: Data, scores: dict, seconds: int) -> None:
         "versions": records.versions(),
         **records.host_facts(run.accelerator),
     }
-    source = f"the data set {arguments.dataset_name}" if arguments.dataset_name else "local files"
+    name = arguments.dataset_name or ""
+    source = f"the data set {Path(name).name if Path(name).is_dir() else name}" if name else "local files"
     if data.is_embedded:
         source = "dates of 1900 to 2099 as Unicode CLDR writes them"
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2, ensure_ascii=False), encoding="utf-8")

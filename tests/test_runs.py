@@ -253,6 +253,32 @@ def test_a_classifier_of_other_labels_gets_a_new_head(trained, run, tmp_path):
         assert heads[0].shape != heads[1].shape or not torch.allclose(*heads, atol=1e-3)
 
 
+def test_a_data_set_gives_its_splits_by_their_names(run, tmp_path, capsys):
+    folder = tmp_path / "numbers"
+    folder.mkdir()
+    for name, count in (("train", 40), ("dev", 6), ("test", 5)):
+        rows = [{"text": " ".join(number), "label": parity(number)} for number in numbers(0, count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = "".join(f"  - split: {n}\n    path: {n}.jsonl\n" for n in ("train", "dev", "test"))
+    only = "  - split: dev\n    path: dev.jsonl\n"
+    configs = f"- config_name: whole\n  data_files:\n{splits}- config_name: small\n  data_files:\n{only}"
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    flags = f"--task text-classification --dataset_name {folder} {TINY} --max_steps 1 --output_dir {tmp_path}"
+    run("train", f"{flags}/out --dataset_config_name whole")
+    printed = capsys.readouterr().out
+    for split, count in (("train", 40), ("validation", 6), ("test", 5)):
+        assert f"{split}: {count} examples" in printed
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "the data set numbers" in card
+    assert str(tmp_path) not in card
+    run("evaluate", f"{tmp_path / 'out'} --dataset_name {folder} --dataset_config_name whole --split dev")
+    assert "read: 6 rows" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has no split 'train' but \\['dev'\\]"):
+        run("train", f"{flags}/none --dataset_config_name small")
+    with pytest.raises(SystemExit, match="does not load"):
+        run("train", f"{flags}/none --dataset_config_name large")
+
+
 def test_a_stream_holds_out_its_beginning_and_trains_on_the_rest(run, tmp_path, capsys):
     rows = numbers(0, 600)
     pairs = [{"source": " ".join(number), "target": " ".join(reversed(number))} for number in rows]

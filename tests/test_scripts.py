@@ -113,7 +113,6 @@ def test_help_teaches_the_flags_with_their_defaults(script, default):
         ("--report_to tensorbord", "--report_to tensorbord is unknown; did you mean 'tensorboard'?"),
         ("--label_smoothing 1", "--label_smoothing 1.0 must be below 1"),
         ("--test_files a b", "--validation_files and --test_files need --train_files or --dataset_name"),
-        ("--token_dropout 0.1", "--token_dropout is for classification, not for translation"),
         ("--max_grad_norm 0", "--max_grad_norm 0.0 must be above 0"),
         ("--preset modem", "--preset modem is unknown; did you mean 'modern'?"),
         ("--batch_size 0", "--batch_size 0 must be at least 1"),

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 from hf_transformer_block.metrics import find_entities, is_bio
 from hf_transformer_block.tasks import TextClassification, TokenClassification
 from hf_transformer_block.tasks.base import BadRow, Split
-from hf_transformer_block.training import micro_batches
 from hf_transformer_block.vocabulary import train_tokenizer
 
 
@@ -331,25 +329,6 @@ def test_a_sentence_with_an_unknown_label_is_refused():
     rows = [{"words": ["a", "b"], "labels": ["O", "B-ORG"]}]
     examples = encode(TokenClassification(labels=TAGS), rows, tokenizer_of("char", "ab"))
     assert examples["dropped"][0] == "its label 'B-ORG' is unknown (known: B-LOC, B-PER, I-LOC, I-PER, O)"
-
-
-def test_tokens_are_hidden_by_the_draw_alone_and_only_in_training():
-    task = TextClassification(labels=("bad", "good"), token_dropout=0.3)
-    text = " ".join("abcdefgh"[number % 8] for number in range(4_000))
-    tokenizer = train_tokenizer(iter([text]), "word", 30, 5_000, "encoder")
-    [example] = [*encode(replace(task, max_length=5_000), [{"text": text, "label": "good"}], tokenizer, True)]
-    hidden = task.vary({**example, "draw": 5}, tokenizer)["input_ids"]
-    assert hidden == task.vary({**example, "draw": 5}, tokenizer)["input_ids"]
-    assert hidden != task.vary({**example, "draw": 6}, tokenizer)["input_ids"]
-    changed = [new for new, old in zip(hidden, example["input_ids"], strict=True) if new != old]
-    assert set(changed) == {tokenizer.unk_token_id}
-    assert len(changed) / 4_000 == pytest.approx(0.3, abs=0.03)
-    assert (hidden[0], hidden[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-
-    accelerator = Accelerator(cpu=True)
-    varied = micro_batches(accelerator, task, tokenizer, [{**example, "draw": 5}], 1)[0]["input_ids"]
-    assert varied[0].tolist() == hidden
-    assert task.collate([{**example, "draw": 5}], tokenizer)["input_ids"][0].tolist() == example["input_ids"]
 
 
 def counts(rows: list[dict]) -> Counter:

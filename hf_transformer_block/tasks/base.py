@@ -87,10 +87,6 @@ class Task:
         """
         raise NotImplementedError
 
-    def vary(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
-        """Returns a training example as this epoch is to see it; its `draw` decides, on any process."""
-        return example
-
     def collate(self, examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> Batch:
         """Returns examples as the padded tensors that the model takes."""
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -36,13 +36,11 @@ class Classification(Task):
         text_column: column of the texts, or of the lists of words.
         label_column: column of their labels.
         labels: the classes, in the order of the model's outputs; see `learn_labels`.
-        token_dropout: probability that a token of a training example becomes the unknown one.
     """
 
     text_column: str = "text"
     label_column: str = "label"
     labels: tuple[str, ...] = ()
-    token_dropout: float = field(default=0.0, repr=False)  # no matter of the cached examples
 
     def row_labels(self, row: Row) -> list[str]:
         """Returns all labels of a row."""
@@ -67,20 +65,6 @@ class Classification(Task):
         known = ", ".join(self.labels[:20]) + ", ..." * (len(self.labels) > 20)
         why = f"its label {unknown[0]!r} is unknown (known: {known})" if unknown else ""
         return [numbers.get(label, -100) for label in labels], why
-
-    def vary(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
-        """
-        Hides tokens: no answer may hang on one word, and unknown words are met in training.
-
-        Source: Iyyer et al., "Deep Unordered Composition Rivals Syntactic Methods" (2015), word dropout.
-        """
-        if not self.token_dropout:
-            return example
-        ids = torch.tensor(example["input_ids"])
-        generator = torch.Generator().manual_seed(example["draw"])
-        is_hidden = torch.rand(len(ids), generator=generator) < self.token_dropout
-        is_hidden &= torch.isin(ids, torch.tensor(tokenizer.all_special_ids), invert=True)
-        return {**example, "input_ids": ids.masked_fill(is_hidden, tokenizer.unk_token_id).tolist()}
 
     def encode_texts(
         self, tokenizer: PreTrainedTokenizerBase, texts: list[str], is_training: bool, **options: Any
