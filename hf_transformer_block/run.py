@@ -19,7 +19,7 @@ from .arguments import Arguments
 from .batches import Example, MapBatches, Position, StreamBatches, count_updates
 from .building import build_model
 from .loading import REMEDY, report
-from .tasks import Split, Task
+from .tasks import Evaluator, Split, Task
 
 
 NOT_FINITE = 5  # updates in a row without a finite loss and gradient, until a run gives up
@@ -186,18 +186,16 @@ class Run:
         has_stopped = patience is not None and self.progress.without_better >= patience
         return has_stopped or self.progress.step >= self.max_steps
 
+    def evaluator(self, num_pairs: int | None, num_beams: int) -> Evaluator:
+        """Returns what evaluates the model as it is now."""
+        size = self.arguments.eval_batch_size
+        return Evaluator(self.accelerator, self.model, self.tokenizer, size, num_pairs, num_beams)
+
     def evaluate(self) -> bool:
         """Evaluates the weights, or their average, on the validation; returns whether they are the best."""
-        options = {"num_pairs": self.arguments.eval_pairs, "num_beams": 1}
+        evaluator = self.evaluator(self.arguments.eval_pairs, num_beams=1)
         with self.average.applied() if self.average else nullcontext():
-            scores, outputs = self.task.evaluate(
-                self.accelerator,
-                self.model,
-                self.tokenizer,
-                self.splits["validation"],
-                self.arguments.eval_batch_size,
-                **options,
-            )
+            scores, outputs = self.task.evaluate(evaluator, self.splits["validation"])
         progress = self.progress
         entry = {"step": progress.step, "train_loss": progress.mean_loss("evaluation"), **scores}
         progress.history.append(entry)
@@ -338,11 +336,8 @@ class Run:
             progress.best_step = progress.step
         if self.average:
             self.average.swap()
-        options = {"num_beams": self.arguments.num_beams}
         split = self.splits[self.final_split]
-        scores, outputs = self.task.evaluate(
-            self.accelerator, self.model, self.tokenizer, split, self.arguments.eval_batch_size, **options
-        )
+        scores, outputs = self.task.evaluate(self.evaluator(None, self.arguments.num_beams), split)
         save = partial(training.save_model, self.accelerator, self.model, self.folder)
         if fault := checkpoints.attempt(save):
             raise ValueError(f"the model could not be saved ({fault}): make room, then --resume saves it")

@@ -28,7 +28,7 @@ try:
     from hf_transformer_block.building import build_task
     from hf_transformer_block.loading import Origin, load, make_split, report
     from hf_transformer_block.preparing import read_dates
-    from hf_transformer_block.tasks import TASKS, Task
+    from hf_transformer_block.tasks import TASKS, Evaluator, Task
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
 
@@ -109,7 +109,8 @@ def main() -> None:
             split, dropped, cut = make_split(task, rows, tokenizer, False, arguments.bad_rows)
         accelerator.print(report("scored", f"{len(split.examples):,} examples", dropped, cut))
         size, beams = arguments.batch_size, arguments.num_beams
-        scores, answers = task.evaluate(accelerator, model, tokenizer, split, size, num_beams=beams)
+        evaluator = Evaluator(accelerator, model, tokenizer, size, num_beams=beams)
+        scores, answers = task.evaluate(evaluator, split)
         if arguments.output_file and accelerator.is_main_process:
             text = "".join(" ".join(answer.split("\n")) + "\n" for answer in answers)
             Path(arguments.output_file).write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from hf_transformer_block.metrics import find_entities, is_bio
 from hf_transformer_block.tasks import TextClassification, TokenClassification
-from hf_transformer_block.tasks.base import BadRow, Split
+from hf_transformer_block.tasks.base import BadRow, Evaluator, Split
 from hf_transformer_block.vocabulary import train_tokenizer
 
 
@@ -188,7 +188,7 @@ def test_loss_and_scores_of_texts_by_hand(shape):
     )
     right = sum(int(scores.argmax()) == truth for scores, truth in zip(alone, truths, strict=True))
     split = Split(Dataset.from_list(rows), examples)
-    scores, _ = task.evaluate(Accelerator(cpu=True), model, tokenizer, split, batch_size=3)
+    scores, _ = task.evaluate(Evaluator(Accelerator(cpu=True), model, tokenizer, 3), split)
     assert scores["loss"] == pytest.approx(loss / 7, abs=1e-6)
     assert scores["targets"] == 7
     assert scores["accuracy"] == scores["micro_f1"] == pytest.approx(100 * right / 7)
@@ -264,7 +264,7 @@ def test_loss_and_scores_of_words_by_hand(shape):
         chosen += logits[places].argmax(dim=-1).tolist()
         loss += F.cross_entropy(logits[places], torch.tensor(truths[-len(places) :]), reduction="sum").item()
     split = Split(Dataset.from_list(rows), examples)
-    scores, _ = task.evaluate(Accelerator(cpu=True), model, tokenizer, split, batch_size=2)
+    scores, _ = task.evaluate(Evaluator(Accelerator(cpu=True), model, tokenizer, 2), split)
     assert scores["targets"] == 7
     assert scores["loss"] == pytest.approx(loss / 7, abs=1e-6)
     right = sum(guess == truth for guess, truth in zip(chosen, truths, strict=True))

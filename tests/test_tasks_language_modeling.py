@@ -14,7 +14,7 @@ pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_b
 from datasets import Dataset
 
 from hf_transformer_block.loading import Origin, encode, load
-from hf_transformer_block.tasks import CausalLM, MaskedLM, Split
+from hf_transformer_block.tasks import CausalLM, Evaluator, MaskedLM, Split
 from hf_transformer_block.tasks.language_modeling import given_bytes
 from hf_transformer_block.vocabulary import train_tokenizer
 
@@ -122,7 +122,7 @@ def test_bits_per_byte_are_those_of_the_bytes_that_were_predicted(accelerator):
     tokenizer, examples, model = prepare(task, texts)
     model.float()
     split = Split(rows_of(texts), examples)
-    scores, (sample,) = task.evaluate(accelerator, model, tokenizer, split, batch_size=2)
+    scores, (sample,) = task.evaluate(Evaluator(accelerator, model, tokenizer, 2), split)
     predicted = len("b\u00e9c".encode()) + len("ab")
     assert scores["targets"] == len("b\u00e9c") + len("ab") + 2  # and two ends
     assert scores["bits_per_byte"] == pytest.approx(
@@ -148,7 +148,7 @@ def test_masked_accuracy_counts_hidden_tokens_alone(accelerator):
         model.lm_head.weight.zero_()
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(len(tokenizer), dtype=torch.double))
         model.lm_head.bias[tokenizer.convert_tokens_to_ids("c")] = 9.0
-    scores, _ = task.evaluate(accelerator, model, tokenizer, Split(rows_of(TEXTS), examples), batch_size=2)
+    scores, _ = task.evaluate(Evaluator(accelerator, model, tokenizer, 2), Split(rows_of(TEXTS), examples))
     hidden = [
         task.hide({**example, "draw": index}, tokenizer)["labels"] for index, example in enumerate(examples)
     ]

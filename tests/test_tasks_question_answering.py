@@ -16,7 +16,7 @@ from tokenizers import normalizers
 from torch.nn import functional as F
 
 from hf_transformer_block.tasks import QuestionAnswering
-from hf_transformer_block.tasks.base import BadRow, Split
+from hf_transformer_block.tasks.base import BadRow, Evaluator, Split
 from hf_transformer_block.tasks.question_answering import LONGEST_ANSWER, best_span
 from hf_transformer_block.vocabulary import train_tokenizer
 
@@ -218,7 +218,7 @@ def test_loss_and_predictions_by_hand(shape):
         truths = torch.tensor([window["start_positions"], window["end_positions"]])
         loss += F.cross_entropy(logits, truths).item()
         predictions.append(logits.detach().numpy())
-    scores, _ = task.evaluate(Accelerator(cpu=True), model, tokenizer, Split(data, windows), batch_size=3)
+    scores, _ = task.evaluate(Evaluator(Accelerator(cpu=True), model, tokenizer, 3), Split(data, windows))
     assert scores["targets"] == len(windows) > 5
     assert scores["loss"] == pytest.approx(loss / len(windows), abs=1e-5)
     expected = task.score(data, windows, predictions)

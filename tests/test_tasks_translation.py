@@ -9,7 +9,7 @@ from conftest import tiny_config
 pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_block[train]"')
 
 from hf_transformer_block.loading import Origin, encode, load
-from hf_transformer_block.tasks import Split, Translation
+from hf_transformer_block.tasks import Evaluator, Split, Translation
 from hf_transformer_block.vocabulary import train_tokenizer
 
 
@@ -68,7 +68,9 @@ def test_training_leaves_long_pairs_out_and_evaluation_cuts_and_scores_them(tmp_
     model = task.model_class(config)
     model.generation_config.max_new_tokens = 3
     accelerator = Accelerator(cpu=True)
-    scores, answers = task.evaluate(accelerator, model, tokenizer, Split(rows, examples), 2, num_pairs=1)
+    scores, answers = task.evaluate(
+        Evaluator(accelerator, model, tokenizer, 2, num_pairs=1), Split(rows, examples)
+    )
     assert len(answers) == 1
     assert scores["targets"] == 6  # a b </s>, b a </s>
     assert {"bleu", "chrf", "exact_match"} <= set(scores)

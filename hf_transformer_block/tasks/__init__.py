@@ -1,6 +1,6 @@
 """The tasks that scripts/train.py knows."""
 
-from .base import BadRow, Split, Task
+from .base import BadRow, Evaluator, Split, Task
 from .classification import TextClassification, TokenClassification
 from .language_modeling import CausalLM, MaskedLM
 from .question_answering import QuestionAnswering
@@ -12,4 +12,4 @@ TASKS: dict[str, type[Task]] = {
     for task in (Translation, CausalLM, MaskedLM, TextClassification, TokenClassification, QuestionAnswering)
 }
 
-__all__ = ["TASKS", "BadRow", "Split", "Task", *(task.__name__ for task in TASKS.values())]
+__all__ = ["TASKS", "BadRow", "Evaluator", "Split", "Task", *(task.__name__ for task in TASKS.values())]

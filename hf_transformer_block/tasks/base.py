@@ -33,6 +33,31 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True)
+class Evaluator:
+    """
+    A model under evaluation, and how it is to be done.
+
+    Attributes:
+        batch_size: examples at a time, on each process.
+        num_pairs: most pairs to translate; None: all.
+        num_beams: beams of a translation; None: those of the model's generation config.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int
+    num_pairs: int | None = None
+    num_beams: int | None = None
+
+    def predict(self, task: "Task", split: Split) -> tuple[dict[str, float], list[Any]]:
+        """Returns the loss of a split and the task's prediction for each example, see `training.evaluate`."""
+        return training.evaluate(
+            self.accelerator, self.model, task, split.examples, self.tokenizer, self.batch_size
+        )
+
+
+@dataclass(frozen=True)
 class Task:
     """
     Base of the tasks. What `repr` shows of one is what its examples depend on: equal ones share cached data.
@@ -128,27 +153,11 @@ class Task:
         train, validation = (part.add_column("row", range(len(part))) for part in numbered)
         return train, validation
 
-    def evaluate(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        split: Split,
-        batch_size: int,
-        num_pairs: int | None = None,
-        num_beams: int | None = None,
-    ) -> tuple[Scores, list[str]]:
-        """
-        Returns loss and scores of a split, and the model's answers to its rows, on every process.
-
-        Args:
-            num_pairs: most pairs to translate; None: all.
-            num_beams: beams of a translation; None: those of the model's generation config.
-        """
-        examples = split.examples
-        result, predictions = training.evaluate(accelerator, model, self, examples, tokenizer, batch_size)
-        answers = self.write(split.rows, examples, predictions)
-        return result | self.score(split.rows, examples, predictions), answers
+    def evaluate(self, evaluator: Evaluator, split: Split) -> tuple[Scores, list[str]]:
+        """Returns loss and scores of a split, and the model's answers to its rows, on every process."""
+        result, predictions = evaluator.predict(self, split)
+        answers = self.write(split.rows, split.examples, predictions)
+        return result | self.score(split.rows, split.examples, predictions), answers
 
 
 def read_text(value: Any, name: str) -> str:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, concatenate_datasets
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import training
@@ -17,7 +15,7 @@ from ..batches import pack
 from ..metrics import bits_per_byte
 from ..modeling_hf_transformer_block import TransformerBlockForCausalLM, TransformerBlockForMaskedLM
 from ..reading import is_unicode, kind_of, pick, read_pieces, read_records
-from .base import BadRow, Batch, Example, Row, Scores, Split, Task, pad
+from .base import BadRow, Batch, Evaluator, Example, Row, Scores, Split, Task, pad
 
 
 def read_document(file: str) -> Iterator[tuple[str, bool]]:
@@ -120,26 +118,17 @@ class CausalLM(LanguageModeling):
     def count_targets(self, batch: Batch) -> torch.Tensor:
         return (batch["labels"][:, 1:] != -100).sum()  # a causal model predicts no first token
 
-    def evaluate(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        split: Split,
-        batch_size: int,
-        num_pairs: int | None = None,
-        num_beams: int | None = None,
-    ) -> tuple[Scores, list[str]]:
+    def evaluate(self, evaluator: Evaluator, split: Split) -> tuple[Scores, list[str]]:
         """Returns loss, perplexity and bits per byte, and how the model goes on after the first tokens."""
-        result, _ = training.evaluate(accelerator, model, self, split.examples, tokenizer, batch_size)
-        num_bytes = sum(len(text.encode()) for text in split.rows["text"]) - given_bytes(
-            split.rows, tokenizer
-        )
+        result, _ = evaluator.predict(self, split)
+        num_bytes = sum(len(text.encode()) for text in split.rows["text"])
+        num_bytes -= given_bytes(split.rows, evaluator.tokenizer)
         result["perplexity"] = math.exp(min(result["loss"], 700))
         result["bits_per_byte"] = bits_per_byte(result["loss"], result["targets"], max(1, num_bytes))
         half = max(1, self.max_length // 2)
         prompt = split.examples[0]["input_ids"][:half]
-        return result, [training.write_on(accelerator, model, tokenizer, prompt, half)]
+        parts = evaluator.accelerator, evaluator.model, evaluator.tokenizer
+        return result, [training.write_on(*parts, prompt, half)]
 
     def show(self, rows: Any, answers: list[str]) -> list[str]:
         return [repr(answer) for answer in answers]

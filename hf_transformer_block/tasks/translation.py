@@ -4,15 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from accelerate import Accelerator
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import training
 from ..metrics import score_translations
 from ..modeling_hf_transformer_block import TransformerBlockForConditionalGeneration
 from ..reading import kind_of, pick, read_lines, read_records
-from .base import Batch, Example, Row, Scores, Split, Task, pad, pad_inputs, read_text, show_pairs
+from .base import Batch, Evaluator, Example, Row, Scores, Split, Task, pad, pad_inputs, read_text, show_pairs
 
 
 @dataclass(frozen=True)
@@ -100,20 +98,17 @@ class Translation(Task):
     def count_tokens(self, example: Example) -> int:
         return len(example["input_ids"]) + len(example["labels"])
 
-    def evaluate(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        split: Split,
-        batch_size: int,
-        num_pairs: int | None = None,
-        num_beams: int | None = None,
-    ) -> tuple[Scores, list[str]]:
-        result, _ = training.evaluate(accelerator, model, self, split.examples, tokenizer, batch_size)
-        pairs = split.rows[:num_pairs]
+    def evaluate(self, evaluator: Evaluator, split: Split) -> tuple[Scores, list[str]]:
+        result, _ = evaluator.predict(self, split)
+        pairs = split.rows[: evaluator.num_pairs]
         hypotheses = training.translate(
-            accelerator, model, tokenizer, pairs["source"], batch_size, self.max_length, num_beams
+            evaluator.accelerator,
+            evaluator.model,
+            evaluator.tokenizer,
+            pairs["source"],
+            evaluator.batch_size,
+            self.max_length,
+            evaluator.num_beams,
         )
         return result | score_translations(hypotheses, pairs["target"], self.bleu_tokenize), hypotheses
 
