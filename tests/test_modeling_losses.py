@@ -1,5 +1,6 @@
 """Tests of the losses of every head against float64, of the chunked loss, and of which logits come back."""
 
+import math
 import re
 
 import pytest
@@ -132,8 +133,8 @@ def test_micro_batches_add_up_to_the_batch(head, shape):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize(
     ("vocab_size", "rows"),
-    # a chunk has 1024 rows up to 4096 words, and 256 from 16384 words on
-    [(61, 70), (61, 2100), (5, 1), (16384, 256), (20000, 257), (20000, 600)],
+    # a chunk has 1024 rows up to 2048 words, and 256 from 8192 words on
+    [(61, 70), (61, 2100), (5, 1), (8192, 256), (20000, 257), (20000, 600)],
 )
 def test_the_chunked_loss_is_the_loss_of_full_logits(vocab_size, rows, smoothing):
     hidden = torch.randn(rows, 16, requires_grad=True)
@@ -165,6 +166,37 @@ def test_the_chunked_loss_holds_gradients_that_half_precision_cannot_sum():
     expected = torch.full((5, 8), 0.2)  # softmax of zeros, less one for the label
     expected[3] = -0.8
     assert_close(weight.grad.float(), expected, rtol=0, atol=1e-3)
+
+
+def test_the_chunked_loss_divides_before_half_precision_overflows():
+    words = 70_000  # equal logits: exp(logit - largest) sums to more than float16 holds
+    hidden, weight = torch.ones(2, 8, dtype=torch.float16), torch.ones(words, 8, dtype=torch.float16)
+    weight[3] = 2  # 8 more than the other logits
+    loss = ChunkedCrossEntropy.apply(hidden.requires_grad_(), weight, None, torch.tensor([3, -100]), 0.1)
+    loss.backward()
+    target = math.exp(8) / (math.exp(8) + words - 1)
+    assert_close(loss.item(), -math.log(target) + 0.1 * 8 * (1 - 1 / words), rtol=1e-5, atol=0)
+    # sum of (probability - smoothed target) * weight; all words but one weigh 1, which cancels
+    expected = torch.tensor([[target - 0.9 - 0.1 / words] * 8, [0.0] * 8])
+    assert_close(hidden.grad.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_the_chunked_loss_under_autocast_is_the_loss_of_rounded_factors():
+    hidden, weight = torch.randn(300, 16, requires_grad=True), torch.randn(9000, 16, requires_grad=True)
+    labels = torch.randint(0, 9000, (300,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ChunkedCrossEntropy.apply(hidden, weight, None, labels, 0.1)
+    loss.backward()
+    exact_hidden, exact_weight = (
+        tensor.detach().bfloat16().double().requires_grad_() for tensor in (hidden, weight)
+    )
+    logits = (exact_hidden @ exact_weight.T).bfloat16().double()
+    exact = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+    exact.backward()
+    assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
+    assert_close(loss.double(), exact, rtol=1e-3, atol=0)
+    assert_close(hidden.grad.double(), exact_hidden.grad, rtol=0, atol=0.02)
+    assert_close(weight.grad.double(), exact_weight.grad, rtol=0, atol=0.02)
 
 
 @EACH_LM_HEAD

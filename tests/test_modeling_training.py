@@ -26,7 +26,7 @@ from hf_transformer_block import (
     TransformerBlockForSequenceClassification,
     TransformerBlockModel,
 )
-from hf_transformer_block.modeling_hf_transformer_block import CACHE
+from hf_transformer_block.modeling_hf_transformer_block import CACHE, TransformerBlockDropout
 
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
@@ -96,6 +96,37 @@ def test_dropout_stands_where_the_paper_has_it():
             module.register_forward_hook(lambda module, args, output: calls.append(output.shape))
     model(**tiny_inputs(model.config))
     assert calls == [(2, 7, 32)] * (1 + 2 * 2) + [(2, 5, 32)] * (1 + 3 * 3)
+
+
+def test_dropout_on_a_cpu_drops_each_element_alike_and_keeps_the_mean():
+    dropout = TransformerBlockDropout(0.3).train()
+    states = torch.randn(512, 1000, requires_grad=True)
+    dropped = dropout(states)
+    dropped.sum().backward()
+    kept = states.grad != 0
+    scale = 256 / (256 - 77)  # 77 / 256 is the multiple of 1 / 256 next to 0.3
+    assert_close(states.grad, kept * scale, rtol=0, atol=0)
+    assert_close(dropped, states * kept * scale, rtol=1e-6, atol=0)
+    rates = [1 - kept.flatten()[lane::8].double().mean().item() for lane in range(8)]
+    assert max(abs(rate - 77 / 256) for rate in rates) < 6 * 0.46 / 64_000**0.5  # six standard errors
+    neighbours = torch.stack([kept[:, :-1].flatten(), kept[:, 1:].flatten()]).double()
+    assert abs(torch.corrcoef(neighbours)[0, 1]) < 6 / 511_000**0.5
+
+
+@pytest.mark.parametrize(
+    ("p", "dtype"), [(0.001, torch.float32), (1.0, torch.float32), (0.5, torch.bfloat16)]
+)
+def test_dropout_at_its_ends_is_torchs(p, dtype):
+    dropout, states = TransformerBlockDropout(p).train(), torch.randn(3, 1001, dtype=dtype)
+    torch.manual_seed(0)
+    ours = dropout(states)
+    torch.manual_seed(0)
+    torchs = nn.functional.dropout(states, p)
+    if p == 0.5:  # drawn otherwise: one of two values in either
+        assert_close(ours[ours != 0], 2 * states[ours != 0], rtol=0, atol=0)
+    else:
+        assert_close(ours, torchs, rtol=0, atol=0)
+    assert torch.equal(dropout.eval()(states), states)
 
 
 def test_dropout_scales_what_it_keeps():
