@@ -1,0 +1,96 @@
+"""Model cards: the metadata above a README, and a stand-in for the Hub's check, which is not public."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+
+LICENSES = frozenset(
+    [
+        *("afl-3.0", "agpl-3.0", "apache-2.0", "apple-amlr", "apple-ascl", "artistic-2.0"),
+        *("bigcode-openrail-m", "bigscience-bloom-rail-1.0", "bigscience-openrail-m", "bsd", "bsd-2-clause"),
+        *("bsd-3-clause", "bsd-3-clause-clear", "bsl-1.0", "c-uda", "cc", "cc-by-2.0", "cc-by-2.5"),
+        *("cc-by-3.0", "cc-by-4.0", "cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-4.0", "cc-by-nc-nd-3.0"),
+        *("cc-by-nc-nd-4.0", "cc-by-nc-sa-2.0", "cc-by-nc-sa-3.0", "cc-by-nc-sa-4.0", "cc-by-nd-4.0"),
+        *("cc-by-sa-3.0", "cc-by-sa-4.0", "cc0-1.0", "cdla-permissive-1.0", "cdla-permissive-2.0"),
+        *("cdla-sharing-1.0", "creativeml-openrail-m", "deepfloyd-if-license", "ecl-2.0", "epl-1.0"),
+        *("epl-2.0", "etalab-2.0", "eupl-1.1", "eupl-1.2", "fair-noncommercial-research-license", "gemma"),
+        *("gfdl", "gpl", "gpl-2.0", "gpl-3.0", "grok2-community", "h-research", "intel-research", "isc"),
+        *("lgpl", "lgpl-2.1", "lgpl-3.0", "lgpl-lr", "llama2", "llama3", "llama3.1", "llama3.2", "llama3.3"),
+        *("llama4", "lppl-1.3c", "mit", "mpl-2.0", "ms-pl", "ncsa", "odbl", "odc-by", "ofl-1.1"),
+        *("openmdw-1.0", "openmdw-1.1", "openrail", "openrail++", "osl-3.0", "other", "pddl", "postgresql"),
+        *("unknown", "unlicense", "wtfpl", "zlib"),
+    ]
+)
+LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code")
+FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Returns a value of a card that may be one or several."""
+    return list(value) if isinstance(value, list) else [] if value is None else [value]
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    """Returns the metadata of a README, {} if it has none; raises ValueError if nobody can read them."""
+    match = FRONT_MATTER.match(text)
+    try:
+        data = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"YAML: {error}") from error
+    if data is not None and not isinstance(data, dict):
+        raise ValueError(f"Metadata must be a mapping, got {data!r}")
+    return data or {}
+
+
+def result_errors(where: str, result: dict[str, Any]) -> Iterator[str]:
+    required = {"task": ["type"], "dataset": ["type", "name"]}
+    for part, keys in required.items():
+        yield from (
+            f'"{where}.{part}.{key}" is required' for key in keys if not (result.get(part) or {}).get(key)
+        )
+    metrics = result.get("metrics") or []
+    if not metrics:
+        yield f'"{where}.metrics" is required'
+    for index, metric in enumerate(metrics):
+        missing = [key for key in ("type", "value") if metric.get(key) is None]
+        yield from (f'"{where}.metrics[{index}].{key}" is required' for key in missing)
+
+
+def model_index_errors(models: list[dict[str, Any]]) -> Iterator[str]:
+    for index, model in enumerate(models):
+        if not model.get("name"):
+            yield f'"model-index[{index}].name" is required'
+        for number, result in enumerate(model.get("results") or []):
+            yield from result_errors(f"model-index[{index}].results[{number}]", result)
+
+
+def metadata_errors(data: dict[str, Any]) -> Iterator[str]:
+    for license_id in as_list(data.get("license")):
+        if license_id not in LICENSES:
+            yield f'"license" must be one of the Hub\'s ids, got {license_id!r}'
+    for key in ("tags", "datasets", "metrics"):
+        if not isinstance(data.get(key) or [], str | list):
+            yield f'"{key}" must be a string or a list'
+    for language in as_list(data.get("language")):
+        if not (isinstance(language, str) and LANGUAGE.fullmatch(language)):
+            yield f'"language" must be an ISO 639 code, got {language!r} (quote "no": YAML reads it as false)'
+    if not re.fullmatch(r"[a-z0-9\-]+", str(data.get("pipeline_tag") or "none")):
+        yield f'"pipeline_tag" must be a task, got {data["pipeline_tag"]!r}'
+    yield from model_index_errors(as_list(data.get("model-index")))
+
+
+def check_card(text: str) -> tuple[list[str], list[str]]:
+    """Returns the errors and the warnings about a README."""
+    try:
+        data = front_matter(text)
+    except ValueError as error:
+        return [str(error)], []
+    warnings = []
+    if not data:
+        warnings.append("empty or missing yaml metadata in repo card")
+    if data.get("license") == "other" and not data.get("license_name"):
+        warnings.append('"license: other" should come with license_name and license_link')
+    return list(metadata_errors(data)), warnings
