@@ -35,7 +35,7 @@ def hub(
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         for name in ("NO_PROXY", "no_proxy"):
-            monkeypatch.setenv(name, "127.0.0.1")
+            monkeypatch.setenv(name, "127.0.0.1,localhost")
         yield hub
 
 

@@ -1,4 +1,4 @@
-"""Runs the local Hub in a terminal: `python -m tests.local_hub --root DIR --token hf_alice=alice`."""
+"""Runs the local Hub from the folder tests: `python -m local_hub --root DIR --token hf_alice=alice`."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ from .hub import LocalHub
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.local_hub", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m local_hub", description=__doc__)
     parser.add_argument("--root", type=Path, required=True, help="the folder that holds everything")
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--token", action="append", default=[], metavar="TOKEN=USER[:read]")

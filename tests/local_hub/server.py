@@ -181,7 +181,9 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        # huggingface_hub 1 tells origins apart by their host alone
+        host = "localhost" if self.is_storage else "127.0.0.1"
+        return f"http://{host}:{self.server_port}"
 
     def start(self) -> None:
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
