@@ -28,11 +28,10 @@ from accelerate.utils import DistributedType, set_seed
 
 
 try:
-    import jinja2
-
-    from hf_transformer_block import checkpoints, records, training
+    from hf_transformer_block import card, checkpoints, records, training
     from hf_transformer_block.arguments import RUN_FLAGS, Arguments, parse_arguments
     from hf_transformer_block.building import build_config, build_task, load_config
+    from hf_transformer_block.dates import LANGUAGES
     from hf_transformer_block.preparing import Data, prepare_data
     from hf_transformer_block.run import Run, describe
 except ModuleNotFoundError as error:
@@ -89,35 +88,72 @@ def prepare_folder(arguments: Arguments) -> None:
         ) from error
 
 
+def without_folder(value: object) -> object:
+    """Returns a flag's value, an absolute path without its folder, which would say who ran it."""
+    if isinstance(value, list):
+        return [without_folder(item) for item in value]
+    is_path = isinstance(value, str) and Path(value).is_absolute()
+    return Path(value).name if is_path else value
+
+
+def hub_id(name: str | None) -> str | None:
+    """Returns the name of a model or data set unless it is a folder of this machine."""
+    return None if name is None or Path(name).is_dir() else name
+
+
+def describe_split(run: Run, data: Data, name: str) -> dict[str, object]:
+    """Returns where a split's rows came from, how many there are, and how many were left out."""
+    split, dataset_name = run.splits[name], run.arguments.dataset_name
+    origin, dropped = data.fingerprints.get(name, {}), data.dropped.get(name) or split.dropped or {}
+    files = origin.get("files", [])
+    is_data_set = bool(dataset_name) and not files
+    if data.is_embedded:
+        source = "dates of 1900 to 2099 as Unicode CLDR writes them"
+    elif not origin:
+        source = "rows held out of the training data"
+    else:
+        source = f"the data set {without_folder(dataset_name)}" if is_data_set else "local files"
+    return {
+        "source": source,
+        "dataset": hub_id(dataset_name) if is_data_set else None,
+        "config": run.arguments.dataset_config_name if is_data_set else None,
+        "split": origin.get("split"),
+        "rows": None if split.examples is None else len(split.rows),
+        "left_out": sum(dropped.values()),
+        "files": files,
+    }
+
+
 def write_results(run: Run, data: Data, scores: dict, seconds: int) -> None:
-    """Writes metrics.json and the model card beside the weights."""
+    """Writes metrics.json, which holds all that the model card says, and the card beside the weights."""
     arguments, folder = run.arguments, run.folder
+    template, start = CARD.read_text(encoding="utf-8"), arguments.model_name_or_path
+    is_edited = card.is_edited(folder, template)
     metrics = {
         "split": run.final_split,
         "scores": scores,
         "history": run.progress.history,
+        "steps": run.progress.step,
         "best_step": run.progress.best_step,
         "seconds": seconds,
+        "starts": len(json.loads((folder / "run.json").read_text(encoding="utf-8"))),
         "parameters": run.num_parameters,
+        "started_from": start and without_folder(start),
+        "base_model": hub_id(start),
+        "data": {name: describe_split(run, data, name) for name in run.splits},
+        "languages": list(LANGUAGES) if data.is_embedded else [],
+        "example": run.task.example(run.splits[run.final_split].rows[0], run.tokenizer),
+        "arguments": {name: without_folder(value) for name, value in asdict(arguments).items()},
         "command": records.command_line(sys.argv),
+        "code": records.code_version(),
         "versions": records.versions(),
         **records.host_facts(run.accelerator),
     }
-    name = arguments.dataset_name or ""
-    source = f"the data set {Path(name).name if Path(name).is_dir() else name}" if name else "local files"
-    if data.is_embedded:
-        source = "dates of 1900 to 2099 as Unicode CLDR writes them"
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2, ensure_ascii=False), encoding="utf-8")
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    card = environment.from_string(CARD.read_text(encoding="utf-8")).render(
-        arguments=arguments,
-        config=training.unwrap(run.accelerator, run.model).config,
-        source=source,
-        example=run.task.example(run.splits[run.final_split].rows[0], run.tokenizer),
-        steps=run.progress.step,
-        **metrics,
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    records.replace_file(folder / "metrics.json", json.dumps(metrics, indent=2, ensure_ascii=False))
+    if is_edited:
+        print(f"{folder / 'README.md'} was edited and stays as it is; delete it to have it written anew")
+    else:
+        records.replace_file(folder / "README.md", card.render_card(folder, template))
 
 
 def check_run(arguments: Arguments, accelerator: Accelerator) -> None:

@@ -22,6 +22,7 @@ pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_b
 
 from accelerate.state import AcceleratorState, GradientState
 
+from hf_transformer_block.card import check_card, is_edited
 from hf_transformer_block.tasks import TASKS
 
 
@@ -166,8 +167,10 @@ def test_a_task_trains_from_files_to_a_scored_folder(task, trained, run, tmp_pat
     assert start["arguments"]["max_steps"] == 24
     assert {*start["data"]} == {"train", "validation", "test"}
     card = (out / "README.md").read_text()
-    assert "On the test split" in card
-    assert str(folder) not in card
+    assert "On the test split, local files (" in card
+    assert str(folder) not in card + (out / "metrics.json").read_text()
+    check_card(card, out)
+    assert not is_edited(out, (ROOT / "model_card.md").read_text())
 
     model, info = getattr(transformers, AUTO[task]).from_pretrained(out, output_loading_info=True)
     assert not any(info.values())
@@ -176,9 +179,10 @@ def test_a_task_trains_from_files_to_a_scored_folder(task, trained, run, tmp_pat
     assert len(transformers.AutoTokenizer.from_pretrained(out)) <= model.config.vocab_size
 
     capsys.readouterr()
-    snippet = re.search("```python\n(.*?)```", card, re.DOTALL)[1].replace("path/to/this/folder", str(out))
-    exec(snippet, {})
-    assert capsys.readouterr().out.strip()
+    for snippet in re.findall("```python\n(.*?)```", card, re.DOTALL):
+        assert 'model_id = "."' in snippet
+        exec(snippet.replace('model_id = "."', f'model_id = "{out}"'), {})
+        assert capsys.readouterr().out.strip()
 
     files = " ".join(map(str, sorted(folder.glob("test.*"))))
     run("evaluate", f"{out} --files {files} --output_file {tmp_path / 'answers'}")
@@ -191,11 +195,34 @@ def test_a_task_trains_from_files_to_a_scored_folder(task, trained, run, tmp_pat
     assert {*TASKS[task].metrics} <= {*scores}
 
 
+def test_a_card_edited_by_hand_outlives_the_next_start(trained, run, tmp_path, capsys):
+    data, card = trained("text-classification") / "train.csv", tmp_path / "out" / "README.md"
+    flags = f"--task text-classification --train_files {data} {TINY} --max_steps 1 --output_dir {card.parent}"
+    run("train", flags)
+    assert "rows held out of the training data" in card.read_text()
+    assert "was started" not in card.read_text()
+    edited = card.read_text() + "\n## Thanks\n"
+    card.write_text(edited)
+    run("train", f"{flags} --resume")
+    assert card.read_text() == edited
+    assert "README.md was edited and stays as it is" in capsys.readouterr().out
+    card.unlink()
+    run("train", f"{flags} --resume")
+    assert "was started 3 times; these are the seconds of the last start alone" in card.read_text()
+    run("train", f"{flags} --resume")
+    assert "was started 4 times" in card.read_text()
+
+
 def test_fine_tuning_goes_on_from_the_weights(trained, run, tmp_path):
     folder = trained("translation")
     files = " ".join(str(folder / name) for name in ("train.a", "train.b"))
     flags = f"--train_files {files} --model_name_or_path {folder / 'out'} {TINY} --max_steps 2"
     run("train", f"{flags} --output_dir {tmp_path / 'out'}")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "beginning from the weights of `out`" in card
+    assert "license: unknown" in card
+    assert "base_model" not in card
+    assert str(folder) not in card + (tmp_path / "out" / "metrics.json").read_text()
     before, after = lines(folder / "out"), lines(tmp_path / "out")
     assert after[0]["loss"] < before[0]["loss"] - 0.5
     assert after[0]["loss"] == pytest.approx(before[-1]["loss"], abs=0.2)
@@ -270,6 +297,7 @@ def test_a_data_set_gives_its_splits_by_their_names(run, tmp_path, capsys):
         assert f"{split}: {count} examples" in printed
     card = (tmp_path / "out" / "README.md").read_text()
     assert "the data set numbers" in card
+    assert "\ndatasets:" not in card  # it is a folder, not on the Hub
     assert str(tmp_path) not in card
     run("evaluate", f"{tmp_path / 'out'} --dataset_name {folder} --dataset_config_name whole --split dev")
     assert "read: 6 rows" in capsys.readouterr().out
