@@ -175,6 +175,9 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
                 f"{self.position_embedding!r}; set it or leave rope_parameters out"
             )
         loaded_map = kwargs.pop("auto_map", None) or {}
+        pipelines = self._custom_pipelines(kwargs.pop("custom_pipelines", None) or {})
+        if pipelines:
+            kwargs["custom_pipelines"] = pipelines
         super().__post_init__(**kwargs)
         if self.position_embedding != "rotary":
             self.rope_parameters = None  # the base class fills it for every configuration that has the field
@@ -268,6 +271,19 @@ class TransformerBlockConfig(transformers.PreTrainedConfig):
             for auto, name in auto_map.items()
             if isinstance(name, str) and "--" not in name and not name.startswith(ours)
         }
+
+    def _custom_pipelines(self, loaded: dict) -> dict[str, dict]:
+        """Returns a loaded map's classes of a user's own, and an encoder-decoder's behind "translation"."""
+        module = "pipeline_hf_transformer_block"
+        users = {
+            task: entry
+            for task, entry in loaded.items()
+            if not str(entry.get("impl")).split("--")[-1].startswith(f"{module}.")
+        }
+        if not self.is_encoder_decoder:
+            return users
+        impl = f"{module}.TransformerBlockTranslationPipeline"
+        return {"translation": {"impl": impl, "pt": ["AutoModelForSeq2SeqLM"], "type": "text"}, **users}
 
     def _tp_plan(self) -> dict[str, str]:
         """Returns the tensor-parallel plan of one stack; projections shared by all heads stay whole."""

@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import wraps
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,12 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_hf_transformer_block import TransformerBlockConfig
+
+
+if TYPE_CHECKING:  # never runs, but transformers searches the text and takes that file where this one goes
+    from .pipeline_hf_transformer_block import (
+        TransformerBlockTranslationPipeline as TransformerBlockTranslationPipeline,
+    )
 
 
 logger = logging.get_logger(__name__)
@@ -445,7 +452,7 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
         """
         Saves as the library does, under our class's name where torch's FSDP2 has put its own above it.
 
-        Our file goes along with classes that have none (a notebook's), for config.json names it. Settings of
+        Our files go along with classes that have none (a notebook's), for config.json names them. Settings of
         generation which the library refuses are refused after the weights are written, not before.
         """
         own = next(base for base in type(self).__mro__ if not base.__module__.startswith("torch."))
@@ -453,7 +460,8 @@ class TransformerBlockPreTrainedModel(PreTrainedModel):
             setattr(type(self), name, getattr(own, name))
         if is_main_process and not os.path.isfile(save_directory):
             os.makedirs(save_directory, exist_ok=True)
-            shutil.copy(__file__, save_directory)
+            for name in (__file__, "pipeline_hf_transformer_block.py"):
+                shutil.copy(os.path.join(os.path.dirname(__file__), name), save_directory)
         try:
             super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         except ValueError as error:

@@ -42,7 +42,8 @@ RECIPES = Path(__file__).parent / "recipes"
 CARD = Path(__file__).parents[1] / "model_card.md"
 WRITTEN = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *("configuration_hf_transformer_block.py", "modeling_hf_transformer_block.py", "README.md"),
+    *("configuration_hf_transformer_block.py", "modeling_hf_transformer_block.py"),
+    *("pipeline_hf_transformer_block.py", "README.md"),
     *("arguments.json", "run.json", "metrics.json", "metrics.jsonl", "training_curve.png"),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "chat_template.jinja"),

@@ -147,6 +147,18 @@ def resave(folder: str, auto: str, generations: list[str]) -> list[dict[str, byt
     return written
 
 
+def translate(folder: str, texts: list[str], options: dict, resaved: str) -> dict:
+    """Returns a pipeline's translations, and those of a pipeline from the folder to which it saves itself."""
+    found = {}
+    for name, source in (("loaded", folder), ("resaved", resaved)):
+        pipeline = transformers.pipeline("translation", source, trust_remote_code=True, device="cpu")
+        found[name] = pipeline(texts, **options)
+        if source == folder:
+            pipeline.save_pretrained(resaved)
+    unnamed = transformers.pipeline(model=folder, trust_remote_code=True, device="cpu")
+    return {**found, "module": type(pipeline).__module__, "unnamed": type(unnamed).__name__}
+
+
 def tokenize(folder: str, auto: str, text: str) -> dict:
     tokenizer = from_pretrained(folder, "AutoTokenizer")
     encoded = tokenizer(text, return_tensors="pt")

@@ -292,6 +292,7 @@ def test_the_command_makes_folders_that_strangers_load(tmp_path):
         "model.safetensors",
         "configuration_hf_transformer_block.py",
         "modeling_hf_transformer_block.py",
+        "pipeline_hf_transformer_block.py",
     }
     tokenizers = [AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("llama", "new/llama")]
     assert len({tuple(tokenizer("w5 w7 unheard </s>")["input_ids"]) for tokenizer in tokenizers}) == 1

@@ -23,7 +23,7 @@ from hf_transformer_block import TransformerBlockConfig, TransformerBlockModel
 from hf_transformer_block import configuration_hf_transformer_block as configuration
 
 
-CODE = {"configuration_hf_transformer_block.py", "modeling_hf_transformer_block.py"}
+CODE = {f"{kind}_hf_transformer_block.py" for kind in ("configuration", "modeling", "pipeline")}
 GENERATIVE = {"decoder": "AutoModelForCausalLM", "encoder-decoder": "AutoModelForSeq2SeqLM"}
 HEAD_WEIGHTS = {
     "AutoModel": set(),
@@ -58,6 +58,7 @@ PROMPTS = {
 }
 GENERATION = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 TEXT = "w5 w6 w7 w8 w9 w10"
+TEXTS = [TEXT, "w31 w12", "w40 w41 w42 w6"]
 
 
 USER_FILES = {
@@ -117,7 +118,7 @@ def autos_to_load(architecture, auto, style, position):
 
 
 def build_user_model(folder):
-    """Returns a model of a package that a user made of our two files and a subclass."""
+    """Returns a model of a package that a user made of our three files and a subclass."""
     package = folder / "loudness"
     package.mkdir()
     for name, text in USER_FILES.items():
@@ -174,6 +175,9 @@ def special(folders):
         kept[name] = decoder
     tiny_tokenizer().save_pretrained(folders / "tokenizer")
     change_config(folders / "newer", format_version=2)
+    kept["translator"] = build("encoder-decoder", "AutoModelForSeq2SeqLM", "pre_norm", "learned")
+    kept["translator"].save_pretrained(folders / "translator")
+    tiny_tokenizer().save_pretrained(folders / "translator")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     kept["built-in"] = BertModel(BertConfig(vocab_size=50, **sizes)).eval()
@@ -222,6 +226,8 @@ def jobs_for(folders):
         jobs[f"resave {architecture}"] = ["resave", where]
     tokenizer = str(folders / "tokenizer")
     jobs["tokenize"] = ["tokenize", {"folder": tokenizer, "auto": causal[0], "text": TEXT}]
+    where = {"folder": str(folders / "translator"), "resaved": str(folders / "translator again")}
+    jobs["translate"] = ["translate", {**where, "texts": TEXTS, "options": GENERATION}]
     jobs["worker"] = ["spawn_worker", {"folder": os.path.join(folders / "names", NAMES[0])}]
     where = {"built_in": str(folders / "built-in"), "folder": first}
     jobs["built-in"] = ["keep_built_in", {**where, "auto": "AutoModel", "inputs": source}]
@@ -397,6 +403,27 @@ def test_am8_a_stock_tokenizer_loads_beside_the_model(found, special):
     assert tokens["text"] == TEXT
     expected = run(special["tokenizer"], {"input_ids": tokens["ids"].tolist()})
     assert torch.equal(tokens["logits"], expected["logits"])
+
+
+def test_a_pipeline_translates_and_saves_itself(folders, found, special):
+    translated = found["translate"]
+    assert "error" not in translated, translated["error"]
+    tokenizer, model = tiny_tokenizer(), special["translator"]
+    expected = [
+        tokenizer.decode(
+            model.generate(**tokenizer(text, return_tensors="pt"), **GENERATION)[0], skip_special_tokens=True
+        )
+        for text in TEXTS
+    ]
+    assert len(set(expected)) == len(TEXTS)
+    assert translated["loaded"] == [{"translation_text": text} for text in expected]
+    assert translated["resaved"] == translated["loaded"]
+    assert translated["module"].startswith("transformers_modules.")
+    assert translated["unnamed"] == "TransformerBlockTranslationPipeline"
+    files, again = files_of(folders / "translator"), files_of(folders / "translator again")
+    assert set(files) > CODE
+    name = "tokenizer_config.json"  # where the library notes how a tokenizer was loaded
+    assert {**again, name: None} == {**files, name: None}
 
 
 def test_am6_loading_a_folder_leaves_built_in_models_alone(found, special):
