@@ -126,25 +126,18 @@ def login(api: HfApi, place: Place) -> str:
     return repo_id
 
 
-def prepare_repository(api: HfApi, repo_id: str, place: Place) -> None:
-    """Creates repository and branch where they are missing; raises ValueError before anything is sent."""
-    info = None
-    with told(f"cannot read {repo_id}", "try again"):
+def check_repository(api: HfApi, repo_id: str, place: Place) -> bool:
+    """Returns whether the repository is there; raises ValueError if it may not be pushed to."""
+    with told(f"cannot read {repo_id}", "nothing was pushed: try again"):
         try:
             info = api.model_info(repo_id)
         except RepositoryNotFoundError:
             if place.create_pr:
                 raise ValueError(f"{repo_id} does not exist, or is private: --create-pr needs it") from None
-    if info and place.private and not info.private:
-        raise ValueError(
-            f"{repo_id} exists and is public: make it private in its settings, or push elsewhere"
-        )
-    if info is None:
-        with told(f"cannot create {repo_id}", "check that the token may write there"):
-            api.create_repo(repo_id, private=place.private)
-    if place.branch != "main":
-        with told(f"cannot create branch {place.branch} of {repo_id}", "give another --branch"):
-            api.create_branch(repo_id, branch=place.branch, exist_ok=True)
+            return False
+    if place.private and not info.private:
+        raise ValueError(f"{repo_id} is there and public: make it private in its settings, or push elsewhere")
+    return True
 
 
 def hashes(file: Path) -> set[str]:
@@ -259,18 +252,21 @@ def check_tag(push: Push, tag: str) -> bool:
     return tag not in tags
 
 
-def prove(folder: Path, staged: Staged, repo_id: str | None = None, revision: str | None = None) -> float:
+def prove(original: dict[str, torch.Tensor], model: Path | str, revision: str | None = None) -> str:
     """
-    Returns how far the logits of a stranger's model are from the original's.
+    Compares a stranger's model with the original, and returns how it went.
 
-    The stranger loads the staged folder, or with `repo_id` a commit of the Hub. Raises ValueError if that
-    fails, or if they differ.
+    Args:
+        original: what `probe` gave for the training's folder.
+        model: staged folder, or id on the Hub with a commit as `revision`.
+
+    Raises:
+        ValueError: the stranger cannot load it, or gets other numbers.
     """
-    has_tokenizer = "tokenizer_config.json" in staged.files
-    original = probe(folder, is_stranger=False, has_tokenizer=has_tokenizer)
-    return check_same(
-        original, probe(repo_id or staged.folder, revision, is_stranger=True, has_tokenizer=has_tokenizer)
-    )
+    theirs = probe(model, revision, is_stranger=True, has_tokenizer="tokens" in original)
+    difference = check_same(original, theirs)
+    where = "from the Hub" if revision else "from its files"
+    return f"loads {where} without this package; largest difference of logits {difference:.3g}"
 
 
 def human(size: int) -> str:
@@ -302,11 +298,7 @@ def snippet(repo_id: str, pushed: Pushed, auto_class: str) -> str:
 
 
 def publish(
-    folder: Path,
-    staged: Staged,
-    place: Place,
-    auto_class: str,
-    say: Callable[[str], None] = print,
+    folder: Path, staged: Staged, place: Place, auto_class: str, say: Callable[[str], None] = print
 ) -> Pushed:
     """
     Checks, pushes, and checks what came back: all that scripts/push_to_hub.py does with a staged folder.
@@ -319,15 +311,22 @@ def publish(
     Raises:
         ValueError: in one sentence, which says whether anything was pushed and what to do.
     """
-    if staged.is_whole:
-        try:
-            difference = prove(folder, staged)
-        except ValueError as error:
-            raise ValueError(f"{folder} does not load by itself, so it was not pushed: {error}") from error
-        say(f"loads without this package; largest difference of logits: {difference:.3g}")
     api = HfApi()
     repo_id = login(api, place)
-    prepare_repository(api, repo_id, place)
+    is_there = check_repository(api, repo_id, place)
+    if staged.is_whole:
+        try:
+            original = probe(folder, is_stranger=False, has_tokenizer="tokenizer_config.json" in staged.files)
+            say(prove(original, staged.folder))
+        except ValueError as error:
+            raise ValueError(f"{folder} does not load by itself, so it was not pushed: {error}") from error
+    elif not is_there:
+        raise ValueError(f"{repo_id} is not there yet: push the model without --card-only")
+    with told(f"cannot write to {repo_id}", "nothing was pushed: check what the token may do"):
+        if not is_there:
+            api.create_repo(repo_id, private=place.private)
+        if place.branch != "main":
+            api.create_branch(repo_id, branch=place.branch, exist_ok=True)
     push = Push(api, staged, repo_id, place)
     makes_tag = bool(place.tag) and check_tag(push, place.tag)
     pushed = push.run(f"Push {'the model' if staged.is_whole else 'the card'} with hf_transformer_block")
@@ -338,12 +337,11 @@ def publish(
         say(f"nothing to do: {pushed.revision} of {repo_id} holds these very files")
     elif staged.is_whole:
         try:
-            difference = prove(folder, staged, repo_id, pushed.commit)
+            say(prove(original, repo_id, pushed.commit))
         except ValueError as error:
             raise ValueError(
                 f"{repo_id} has commit {pushed.commit}, but it does not load from there: {error}"
             ) from error
-        say(f"loads from the Hub; largest difference of logits: {difference:.3g}")
     say(f"{api.endpoint}/{repo_id}: commit {pushed.commit} on {pushed.revision}")
     say(f"\n{snippet(repo_id, pushed, auto_class)}")
     return pushed

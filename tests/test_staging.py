@@ -1,0 +1,140 @@
+"""Tests of what goes to the Hub: the files of a model, and nothing that nobody means to publish."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_config
+from safetensors.torch import save_file
+
+from hf_transformer_block import TransformerBlockModel
+from hf_transformer_block.staging import Staged, stage
+
+
+CARD = "---\nlicense: mit\n---\n# A card\n"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with a saved model."""
+    TransformerBlockModel(tiny_config("encoder")).save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def staged_of(folder: Path, **options) -> Staged:
+    target = folder.with_name("staged")
+    target.mkdir()
+    return stage(folder, target, CARD, **options)
+
+
+def test_a_models_files_are_staged_and_what_else_a_training_leaves_is_not(saved):
+    of_the_model = {file.name for file in saved.iterdir()}
+    (saved / "checkpoints/step-8").mkdir(parents=True)
+    (saved / "checkpoints/step-8/optimizer.bin").write_bytes(b"state")
+    (saved / "wandb").mkdir()
+    for name in ("arguments.json", "run.json", "metrics.jsonl", "notes.txt"):
+        (saved / name).write_text("/home/me/secret-project", encoding="utf-8")
+    (saved / "README.md").write_text("another card", encoding="utf-8")
+    staged = staged_of(saved)
+    assert set(staged.files) == of_the_model | {"README.md"}
+    assert staged.left_out == [
+        *("arguments.json", "checkpoints", "metrics.jsonl", "notes.txt", "run.json", "wandb")
+    ]
+    assert (staged.folder / "README.md").read_text(encoding="utf-8") == CARD
+    for name, size in staged.files.items():
+        assert (staged.folder / name).stat().st_size == size
+        if name != "README.md":
+            assert (staged.folder / name).read_bytes() == (saved / name).read_bytes()
+
+
+def test_the_folders_own_license_goes_before_ours(saved, tmp_path):
+    (tmp_path / "ours").write_text("ours", encoding="utf-8")
+    assert (staged_of(saved, license_file=tmp_path / "ours").folder / "LICENSE").read_text() == "ours"
+    (saved / "LICENSE").write_text("mine", encoding="utf-8")
+    (tmp_path / "again").mkdir()
+    staged = stage(saved, tmp_path / "again", CARD, license_file=tmp_path / "ours")
+    assert (staged.folder / "LICENSE").read_text(encoding="utf-8") == "mine"
+
+
+def test_sharded_weights_go_along_whole(tmp_path):
+    TransformerBlockModel(tiny_config("encoder")).save_pretrained(tmp_path / "saved", max_shard_size="20kB")
+    shards = {file.name for file in (tmp_path / "saved").glob("model-*.safetensors")}
+    assert len(shards) > 1
+    assert shards | {"model.safetensors.index.json"} < set(staged_of(tmp_path / "saved").files)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "saved" / min(shards)).unlink()
+    with pytest.raises(ValueError, match=f"lacks {min(shards)}, which model.safetensors.index.json names"):
+        stage(tmp_path / "saved", tmp_path / "again", CARD)
+
+
+def test_a_users_own_module_goes_along(saved):
+    config = json.loads((saved / "config.json").read_text(encoding="utf-8"))
+    config["auto_map"]["AutoModelForMaskedLM"] = "my_model.MyModel"
+    (saved / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (saved / "my_model.py").write_text("class MyModel: ...", encoding="utf-8")
+    assert "my_model.py" in staged_of(saved).files
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (".env", "HF_TOKEN=x", r"\.env is secret: move it out"),
+        ("optimizer.pt", "x", r"optimizer\.pt is a pickle, which can run code"),
+        ("optimizer_state", "x", "is an optimizer's or trainer's state"),
+        ("training_args.bin", "x", r"training_args\.bin is a pickle"),
+        ("weights.PKL", "x", r"weights\.PKL is a pickle"),
+        ("server.key", "x", "is secret"),
+        ("metrics.json", '{"bleu": NaN}', "metrics.json holds NaN, which JSON has no number for"),
+        ("metrics.json", '{"bleu": -Infinity}', "holds -Infinity"),
+        ("metrics.json", '{"bleu": ', "is no JSON"),
+        (
+            "metrics.json",
+            '{"file": ["/data/corpus/train.en"]}',
+            "path '/data/corpus/train.en' of this machine",
+        ),
+        ("metrics.json", r'{"file": "C:\\corpus\\train.en"}', "of this machine"),
+        (
+            "generation_config.json",
+            '{"note": "hf_abcdefghijklmnopqrstuvwxyz012345"}',
+            r"a Hugging Face token",
+        ),
+        ("chat_template.jinja", "ghp_" + "a" * 36, r"a GitHub token \(ghp_aa\.\.\.\)"),
+        ("chat_template.jinja", "AKIA" + "A" * 16, "an AWS key"),
+        ("chat_template.jinja", "-----BEGIN RSA PRIVATE KEY-----", "a private key"),
+        ("chat_template.jinja", "see /home/me/x", "path '/home/me/x' of this machine"),
+        ("chat_template.jinja", b"\xff\xfe", "is not UTF-8"),
+        ("model.safetensors", b"\0" * 40, "is no whole safetensors file"),
+        ("model-00001-of-00002.safetensors", b"x", "is not part of the model: delete it"),
+        ("config.json", "{}", "has no auto_map"),
+        ("config.json", "{", "is no JSON"),
+    ],
+)
+def test_what_must_not_be_published_is_refused_by_name(saved, name, content, message):
+    (saved / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message) as error:
+        staged_of(saved)
+    assert str(saved / name) in str(error.value) or str(saved.with_name("staged") / name) in str(error.value)
+    assert "abcdefghijkl" not in str(error.value)  # a secret is not shown
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "holds no config.json: give a folder that train.py or save_pretrained wrote"),
+        ("model.safetensors", "holds no model.safetensors: let the training finish"),
+        ("modeling_hf_transformer_block.py", "lacks modeling_hf_transformer_block.py"),
+    ],
+)
+def test_what_a_model_needs_is_missed_by_name(saved, name, message):
+    (saved / name).unlink()
+    with pytest.raises(ValueError, match=message):
+        staged_of(saved)
+
+
+def test_half_written_weights_are_refused(saved):
+    save_file({"a": torch.zeros(100)}, saved / "model.safetensors")
+    whole = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(whole[:-8])
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        staged_of(saved)
