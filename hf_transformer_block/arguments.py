@@ -16,7 +16,7 @@ from .tasks import TASKS
 
 
 # may differ between a run and its continuation
-RUN_FLAGS = ("config", "output_dir", "resume", "overwrite", "report_to", "logging_steps")
+RUN_FLAGS = ("config", "output_dir", "resume", "overwrite", "report_to", "logging_steps", "push_to_hub")
 KNOWN = {
     "task": tuple(TASKS),
     "preset": ("vaswani", "modern", "tutorial"),
@@ -141,6 +141,9 @@ class Arguments:
     save_steps: int = flag(500, "Updates between checkpoints.")
     logging_steps: int = flag(50, "Updates between lines of metrics.jsonl.")
     report_to: str | None = flag(None, "Tracker to log to as well: tensorboard, trackio or wandb.")
+    push_to_hub: str | None = flag(
+        None, "Repository, as user/name, to push the model to in the end, as scripts/push_to_hub.py does."
+    )
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

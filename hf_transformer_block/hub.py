@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,9 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 
-from .staging import MODEL_FILES, Staged
+from .card import find_auto_class, published_card
+from .card_checks import front_matter
+from .staging import MODEL_FILES, Staged, read_config, stage
 
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -70,9 +73,9 @@ def probe(model: str | Path, revision: str | None = None, *, is_stranger: bool, 
     Returns what a model computes on fixed inputs, in a process of its own with an empty cache.
 
     Raises:
-        ValueError: with the last line of that process if it does not load.
+        ValueError: it does not load, with that process's error.
     """
-    request = {"model": str(model), "revision": revision}
+    request = {"model": str(model.resolve() if isinstance(model, Path) else model), "revision": revision}
     request |= {"is_stranger": is_stranger, "has_tokenizer": has_tokenizer}
     with tempfile.TemporaryDirectory() as home:
         environment = os.environ | {"HF_HOME": home, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -88,8 +91,8 @@ def probe(model: str | Path, revision: str | None = None, *, is_stranger: bool, 
             command, env=environment, cwd=home, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
         if done.returncode:
-            last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-            raise ValueError(last)
+            errors = re.findall(r"^\w[\w.]*(?:Error|Exception)\b.*", done.stderr, flags=re.MULTILINE)
+            raise ValueError(errors[-1] if errors else f"exit code {done.returncode}")
         return load_file(result)
 
 
@@ -138,6 +141,17 @@ def check_repository(api: HfApi, repo_id: str, place: Place) -> bool:
     if place.private and not info.private:
         raise ValueError(f"{repo_id} is there and public: make it private in its settings, or push elsewhere")
     return True
+
+
+def check_access(api: HfApi, place: Place) -> tuple[str, bool]:
+    """
+    Returns the repository's full id and whether it is there, and sends nothing.
+
+    Raises:
+        ValueError: no push to it can succeed; in one sentence.
+    """
+    repo_id = login(api, place)
+    return repo_id, check_repository(api, repo_id, place)
 
 
 def hashes(file: Path) -> set[str]:
@@ -297,23 +311,45 @@ def snippet(repo_id: str, pushed: Pushed, auto_class: str) -> str:
     )
 
 
-def publish(
-    folder: Path, staged: Staged, place: Place, auto_class: str, say: Callable[[str], None] = print
-) -> Pushed:
+@contextmanager
+def staged(
+    folder: Path, place: Place, template: Path, license_file: Path, *, card_only: bool = False, **card_options
+) -> Iterator[Staged]:
     """
-    Checks, pushes, and checks what came back: all that scripts/push_to_hub.py does with a staged folder.
+    Yields a clean folder with what of a training's folder goes to the Hub.
+
+    Args:
+        template: the card's, as model_card.md.
+        license_file: of Apache 2.0, which goes along where the card names it.
+        card_only: stages the card and no other file.
+        card_options: `license`, `language` and `datasets` of `published_card`.
+
+    Raises:
+        ValueError: something must not be published, or is missing.
+    """
+    repo_id = place.repo_id if "/" in place.repo_id else f"your-name/{place.repo_id}"
+    card_options |= {"repo_id": repo_id, "revision": place.tag}
+    card = published_card(folder, template.read_text(encoding="utf-8"), **card_options)
+    is_apache = front_matter(card).get("license") == "apache-2.0"
+    with tempfile.TemporaryDirectory() as target:
+        whole = stage(folder, target, card, license_file if is_apache else None)
+        size = whole.files["README.md"]
+        yield Staged(whole.folder, {"README.md": size}, [], is_whole=False) if card_only else whole
+
+
+def publish(folder: Path, staged: Staged, place: Place, say: Callable[[str], None] = print) -> Pushed:
+    """
+    Checks, pushes, and checks what came back.
 
     Args:
         folder: the original, whose logits are the measure.
-        auto_class: by which the printed snippet loads it.
         say: is given a line for each step.
 
     Raises:
         ValueError: in one sentence, which says whether anything was pushed and what to do.
     """
     api = HfApi()
-    repo_id = login(api, place)
-    is_there = check_repository(api, repo_id, place)
+    repo_id, is_there = check_access(api, place)
     if staged.is_whole:
         try:
             original = probe(folder, is_stranger=False, has_tokenizer="tokenizer_config.json" in staged.files)
@@ -343,5 +379,5 @@ def publish(
                 f"{repo_id} has commit {pushed.commit}, but it does not load from there: {error}"
             ) from error
     say(f"{api.endpoint}/{repo_id}: commit {pushed.commit} on {pushed.revision}")
-    say(f"\n{snippet(repo_id, pushed, auto_class)}")
+    say(f"\n{snippet(repo_id, pushed, find_auto_class(read_config(folder)))}")
     return pushed

@@ -12,15 +12,11 @@ variable HF_TOKEN, holds the token. Whatever fails, running it again is safe.
 """
 
 import argparse
-import tempfile
 from pathlib import Path
 
 
 try:
     from hf_transformer_block import hub, records
-    from hf_transformer_block.card import find_auto_class, published_card
-    from hf_transformer_block.card_checks import front_matter
-    from hf_transformer_block.staging import Staged, read_config, stage
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
 
@@ -53,39 +49,22 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def prepare(arguments: argparse.Namespace, target: Path) -> Staged:
-    """Writes what is to be pushed into an empty folder."""
-    options = {name: getattr(arguments, name) for name in ("license", "language", "datasets")}
-    repo_id = arguments.repo_id if "/" in arguments.repo_id else f"your-name/{arguments.repo_id}"
-    card = published_card(
-        arguments.folder,
-        CARD.read_text(encoding="utf-8"),
-        repo_id=repo_id,
-        revision=arguments.tag,
-        **options,
-    )
-    is_apache = front_matter(card).get("license") == "apache-2.0"
-    staged = stage(arguments.folder, target, card, LICENSE if is_apache else None)
-    if arguments.card_only:
-        return Staged(staged.folder, {"README.md": staged.files["README.md"]}, [], is_whole=False)
-    return staged
-
-
 def main() -> None:
     arguments = parse_arguments()
     folder = arguments.folder
     place = hub.Place(
         arguments.repo_id, arguments.branch, arguments.create_pr, arguments.private, arguments.tag
     )
+    options = {name: getattr(arguments, name) for name in ("card_only", "license", "language", "datasets")}
     try:
-        auto_class = find_auto_class(read_config(folder))
-        with records.locked(folder), tempfile.TemporaryDirectory() as target:
-            staged = prepare(arguments, Path(target))
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder: give one that train.py or save_pretrained wrote")
+        with records.locked(folder), hub.staged(folder, place, CARD, LICENSE, **options) as staged:
             print(hub.list_files(staged))
             if arguments.dry_run:
                 print(f"\n{(staged.folder / 'README.md').read_text(encoding='utf-8')}")
             else:
-                hub.publish(folder, staged, place, auto_class)
+                hub.publish(folder, staged, place)
     except (ValueError, OSError) as error:
         raise SystemExit(f"push_to_hub.py: {error}") from error
     except KeyboardInterrupt as error:

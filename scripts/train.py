@@ -25,10 +25,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its t
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
+from huggingface_hub import HfApi
 
 
 try:
-    from hf_transformer_block import card, checkpoints, records, training
+    from hf_transformer_block import card, checkpoints, hub, records, training
     from hf_transformer_block.arguments import RUN_FLAGS, Arguments, parse_arguments
     from hf_transformer_block.building import build_config, build_task, load_config
     from hf_transformer_block.dates import LANGUAGES
@@ -39,7 +40,8 @@ except ModuleNotFoundError as error:
 
 
 RECIPES = Path(__file__).parent / "recipes"
-CARD = Path(__file__).parents[1] / "model_card.md"
+ROOT = Path(__file__).parents[1]
+CARD, LICENSE = ROOT / "model_card.md", ROOT / "LICENSE"
 WRITTEN = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("configuration_hf_transformer_block.py", "modeling_hf_transformer_block.py"),
@@ -172,6 +174,21 @@ def check_run(arguments: Arguments, accelerator: Accelerator) -> None:
         raise ValueError(
             "--ema_decay needs whole weights, which DeepSpeed keeps to itself: leave it out, or use FSDP2"
         )
+    if arguments.push_to_hub and accelerator.is_main_process:
+        hub.check_access(HfApi(), hub.Place(arguments.push_to_hub))
+
+
+def push(run: Run) -> None:
+    """Pushes the finished model; raises ValueError, and the model is still in its folder."""
+    place = hub.Place(run.arguments.push_to_hub)
+    try:
+        with hub.staged(run.folder, place, CARD, LICENSE) as staged:
+            hub.publish(run.folder, staged, place)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"the model is saved in {run.folder}, but not pushed: {error}; then run scripts/push_to_hub.py "
+            f"{run.folder} {place.repo_id}"
+        ) from error
 
 
 def start(arguments: Arguments, accelerator: Accelerator) -> tuple[Run, Data]:
@@ -203,6 +220,8 @@ def finish(run: Run, data: Data, began: float) -> None:
         raise ValueError(f"the results could not be written ({fault}): make room, then --resume")
     print(*(f"  {line}" for line in samples), f"{run.final_split}: {describe(scores)}", sep="\n")
     print(f"{run.num_parameters:,} parameters, {seconds} s; saved in {run.folder}")
+    if run.arguments.push_to_hub:
+        push(run)
 
 
 def train(arguments: Arguments, accelerator: Accelerator) -> None:

@@ -332,6 +332,55 @@ def test_the_script_proves_what_it_pushed_and_strangers_load_it(hub, saved, tmp_
     assert torch.equal(torch.tensor(json.loads(offline.stdout)), original)
 
 
+def start_training(hub: LocalHub, folder: Path, token: str, *launcher: str) -> subprocess.CompletedProcess:
+    """Trains a reverser of digits for a moment, and pushes it."""
+    rows = [" ".join(str(37 * number + 100)) for number in range(200)]
+    (folder / "train.a").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    (folder / "train.b").write_text("".join(f"{row[::-1]}\n" for row in rows), encoding="utf-8")
+    shape = "--hidden_size 16 --num_hidden_layers 1 --num_attention_heads 2 --tokenizer word --batch_size 16"
+    flags = f"--train_files train.a train.b --output_dir run --max_steps 4 --push_to_hub {REPOSITORY} {shape}"
+    command = [*(launcher or [sys.executable]), str(ROOT / "scripts/train.py"), *flags.split()]
+    home = folder / "home"
+    environment = client_env(hub, home, token) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+
+
+@ONLY_LFS
+def test_a_training_that_cannot_push_does_not_begin(hub, tmp_path):
+    done = start_training(hub, tmp_path, "hf_reader")
+    assert done.returncode == 1
+    assert "train.py: the token of alice may only read" in done.stderr
+    assert not (tmp_path / "run/arguments.json").exists()
+    assert not api_of(hub).repo_exists(REPOSITORY)
+
+
+@ONLY_LFS
+@pytest.mark.slow
+def test_a_training_of_two_processes_ends_in_one_commit(hub, tmp_path):
+    config = str(ROOT / "scripts/accelerate/cpu_ddp.yaml")
+    done = start_training(hub, tmp_path, "hf_alice", "accelerate", "launch", "--config_file", config)
+    assert done.returncode == 0, done.stderr
+    assert "translation: 2 process(es)" in done.stdout
+    assert len(commits(hub)) == 2
+    files = downloaded(hub, "main")
+    assert files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
+    assert b'model_id = "alice/small"' in files["README.md"]
+    assert b"model-index" in files["README.md"]
+    assert not {"arguments.json", "run.json", "metrics.jsonl"} & files.keys()
+    assert done.stdout.count(f"commit {commits(hub)[0]} on main") == 1
+    again = subprocess.run(
+        [sys.executable, ROOT / "scripts/push_to_hub.py", "run", REPOSITORY],
+        env=client_env(hub, tmp_path / "home", "hf_alice"),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert "nothing to do: main of alice/small holds these very files" in again.stdout, again.stderr
+
+
 @ONLY_LFS
 def test_a_folder_that_strangers_cannot_load_is_not_pushed(hub, saved, monkeypatch, capsys):
     file = saved / "modeling_hf_transformer_block.py"
