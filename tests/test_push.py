@@ -16,11 +16,13 @@ from conftest import tiny_config
 from hub_fixtures import client_env
 from huggingface_hub import HfApi
 from local_hub import Fault, LocalHub
+from safetensors.torch import save_file
 from transformers import AutoModel
 
-from hf_transformer_block import TransformerBlockModel
+from hf_transformer_block import TransformerBlockForConditionalGeneration, TransformerBlockModel
 from hf_transformer_block.hub import Place, Push, Pushed
 from hf_transformer_block.staging import Staged, stage
+from hf_transformer_block.vocabulary import train_tokenizer
 
 
 ROOT = Path(__file__).parents[1]
@@ -286,6 +288,30 @@ def test_a_dry_run_touches_no_network(hub, saved, monkeypatch, capsys):
 
 
 @ONLY_LFS
+def test_a_new_card_and_a_tag_for_what_is_there(hub, saved, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    card = [saved, REPOSITORY, "--card-only", "--license", "mit", "--language", "en", "de"]
+    error, _ = run_script(monkeypatch, capsys, *card)
+    assert error == "push_to_hub.py: alice/small is not there yet: push the model without --card-only"
+    (tmp_path / "staged").mkdir()
+    first = push(hub, stage(saved, tmp_path / "staged", CARD))
+    error, out = run_script(monkeypatch, capsys, *card, "--tag", "v1")
+    assert error is None
+    commit = commits(hub)[0]
+    assert f"commit {commit} on main" in out
+    assert api_of(hub).list_repo_refs(REPOSITORY).tags[0].target_commit == commit
+    before, after = downloaded(hub, first.commit), downloaded(hub, "v1")
+    assert b"license: mit" in after["README.md"]
+    assert before | {"README.md": after["README.md"]} == after
+    error, out = run_script(monkeypatch, capsys, *card, "--tag", "v1")
+    assert error is None
+    assert "nothing to do" in out
+    error, _ = run_script(monkeypatch, capsys, *card[:-1], "--tag", "v1")
+    assert f"alice/small has a tag v1 already, at {commit[:8]}: give another --tag" in error
+    assert commits(hub)[0] == commit
+
+
+@ONLY_LFS
 def test_a_planted_file_stops_the_push(hub, saved, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_alice")
     (saved / "optimizer.pt").write_bytes(b"x")
@@ -294,21 +320,24 @@ def test_a_planted_file_stops_the_push(hub, saved, monkeypatch, capsys):
     assert not hub.log
 
 
-def test_the_script_proves_what_it_pushed_and_strangers_load_it(hub, saved, tmp_path):
-    """The whole of it in processes of their own: push, private, tag, push again, load, load offline."""
+def test_the_script_proves_what_it_pushed_and_strangers_load_it(hub, tmp_path):
+    """In processes of their own: push a translator, private and tagged; load it; load it offline."""
+    tokenizer = train_tokenizer(iter(["a b c d"]), "char", 60, 64, "encoder-decoder")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    config = tiny_config("encoder-decoder", vocab_size=len(tokenizer), initializer_range=0.5)
+    TransformerBlockForConditionalGeneration(config).save_pretrained(tmp_path / "saved")
 
-    def run(*words: object) -> subprocess.CompletedProcess:
+    def run(*words: object, token: str | None = "hf_alice") -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, *map(str, words)],
-            env=client_env(hub, tmp_path / "home", "hf_alice"),
+            env=client_env(hub, tmp_path / f"home-{token}", token),
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
         )
 
-    command = [ROOT / "scripts/push_to_hub.py", saved, "small", "--private", "--tag", "v1"]
-    done = run(*command)
+    done = run(ROOT / "scripts/push_to_hub.py", "saved", "small", "--private", "--tag", "v1")
     assert done.returncode == 0, done.stderr
     assert "loads from its files without this package; largest difference of logits 0" in done.stdout
     assert "loads from the Hub without this package; largest difference of logits 0" in done.stdout
@@ -316,20 +345,77 @@ def test_the_script_proves_what_it_pushed_and_strangers_load_it(hub, saved, tmp_
     api = api_of(hub)
     info = api.model_info(REPOSITORY)
     assert info.private
-    assert f'revision="{info.sha}", trust_remote_code=True' in done.stdout
     assert api.list_repo_refs(REPOSITORY).tags[0].target_commit == info.sha
-    # the printed snippet, by somebody who has no package
-    code = done.stdout[done.stdout.index("from transformers import") :].split("tokenizer = ")[0]
-    code = f"import sys; sys.modules['hf_transformer_block'] = None\n{code.replace(', AutoTokenizer', '')}"
-    code += f"\nimport json, torch\nprint(json.dumps(model(torch.tensor({IDS.tolist()}))[0].tolist()))"
-    original = TransformerBlockModel.from_pretrained(saved)(IDS).last_hidden_state
+    # the printed snippet and the README's, by somebody who has no package
+    snippet = done.stdout[done.stdout.index("from transformers import") :]
+    assert f'revision="{info.sha}", trust_remote_code=True' in snippet
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "my-name/" in block]
+    assert len(blocks) == 1
+    code = f"""
+import sys
+sys.modules["hf_transformer_block"] = None
+{snippet}
+{blocks[0].replace("my-name/en-de", REPOSITORY)}
+import json
+inputs = tokenizer("a b", return_tensors="pt")
+logits = model(**inputs, decoder_input_ids=inputs["input_ids"]).logits
+print(json.dumps([logits.tolist(), translate("a b", max_new_tokens=5)]))
+"""
+    original = TransformerBlockForConditionalGeneration.from_pretrained(tmp_path / "saved")
+    inputs = tokenizer("a b", return_tensors="pt")
+    logits = original(**inputs, decoder_input_ids=inputs["input_ids"]).logits
+    text = tokenizer.decode(original.generate(**inputs, max_new_tokens=5)[0], skip_special_tokens=True)
     loaded = run("-c", code)
     assert loaded.returncode == 0, loaded.stderr
-    assert torch.equal(torch.tensor(json.loads(loaded.stdout)), original)
+    found, translations = json.loads(loaded.stdout.splitlines()[-1])
+    assert torch.equal(torch.tensor(found), logits)
+    assert translations == [{"translation_text": text}]
+    refused = run("-c", code, token=None)
+    assert refused.returncode == 1
+    assert "private repository" in refused.stderr
     hub.stop()
     offline = run("-c", f"import os; os.environ['HF_HUB_OFFLINE'] = '1'\n{code}")
     assert offline.returncode == 0, offline.stderr
-    assert torch.equal(torch.tensor(json.loads(offline.stdout)), original)
+    assert json.loads(offline.stdout.splitlines()[-1]) == [found, translations]
+
+
+@ONLY_LFS
+def test_transformers_own_push_to_hub_works_as_well(hub, saved, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    model = TransformerBlockModel.from_pretrained(saved)
+    model.push_to_hub(REPOSITORY)
+    loaded = AutoModel.from_pretrained(REPOSITORY, trust_remote_code=True)
+    assert torch.equal(loaded(IDS).last_hidden_state, model.eval()(IDS).last_hidden_state)
+
+
+@pytest.mark.slow
+def test_a_large_push_needs_no_memory_for_the_weights(hub, tmp_path):
+    """By LFS; Xet keeps several blocks of 64 MiB on their way, whatever the size of the model."""
+    staged = staged_model(tmp_path)
+    (staged.folder / "model.safetensors").unlink()
+    save_file({"weight": torch.randn(75_000_000)}, staged.folder / "model.safetensors")
+    api_of(hub).create_repo(REPOSITORY)
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom huggingface_hub import HfApi\n"
+        "from hf_transformer_block.hub import Place, Push\n"
+        "from hf_transformer_block.staging import Staged\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "staged = Staged(Path(sys.argv[1]), {'model.safetensors': 1}, [])\n"
+        f"Push(HfApi(), staged, {REPOSITORY!r}, Place({REPOSITORY!r})).run('Push the model')\n"
+        "print(peak() - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, staged.folder],
+        env=client_env(hub, tmp_path / "home", "hf_alice"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 < (400 if hub.xet else 100) * 10**6
+    assert len(commits(hub)) == 2
 
 
 def start_training(hub: LocalHub, folder: Path, token: str, *launcher: str) -> subprocess.CompletedProcess:
