@@ -39,16 +39,19 @@ COUNTS = ("targets",)  # not a score, but over how much it is a mean
 RESUME = "the training command with --resume writes the records anew"
 
 
-def read_record(folder: Path, name: str) -> Any:
-    """Returns a file's JSON; raises ValueError if it is none."""
+def read_record(folder: Path, name: str) -> dict[str, Any]:
+    """Returns a file's JSON object; raises ValueError if it is none."""
     try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
+        record = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(
             f"{folder} has no {name}: give a folder that train.py or save_pretrained wrote"
         ) from error
     except ValueError as error:
         raise ValueError(f"{folder / name} is no JSON ({error}): {RESUME}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{folder / name} is a JSON {type(record).__name__}, no object: {RESUME}")
+    return record
 
 
 def count_parameters(folder: Path) -> dict[str, int]:
@@ -251,6 +254,11 @@ def published_card(folder: str | Path, template: str, **options: Any) -> str:
     if is_edited(folder, template):
         text = (Path(folder) / "README.md").read_text(encoding="utf-8")
         check_card(text, folder)
+        if options.get("repo_id") and 'model_id = "."' in text:
+            raise ValueError(
+                f'README.md was edited by hand and loads model_id = ".", which is no id on the Hub: write '
+                f"{options['repo_id']} there, or delete README.md to have it written anew"
+            )
         data = front_matter(text)
         for name in ("license", "language", "datasets"):
             has = as_list(data.get(name))

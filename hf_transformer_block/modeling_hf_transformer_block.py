@@ -311,7 +311,7 @@ class TransformerBlockDropout(nn.Dropout):
         is_plain = type(hidden_states) is torch.Tensor and hidden_states.device.type == "cpu"
         if not self.training or not is_plain or dropped in (0, 256) or torch.compiler.is_compiling():
             return super().forward(hidden_states)
-        words = torch.randint(-(2**63), 2**63 - 1, (hidden_states.numel() // 8 + 1,))
+        words = torch.randint(-(2**63), 2**63 - 1, (hidden_states.numel() // 8 + 1,), device="cpu")
         is_kept = words.view(torch.uint8)[: hidden_states.numel()].view(hidden_states.shape) >= dropped
         return hidden_states * is_kept.to(hidden_states.dtype).mul_(256 / (256 - dropped))
 

@@ -30,7 +30,8 @@ def compute(
         importlib.import_module(PACKAGE)
     where = {"revision": revision, "trust_remote_code": is_stranger}
     config = transformers.AutoConfig.from_pretrained(model, **where)
-    auto_classes = {name.split(".")[-1]: auto for auto, name in config.auto_map.items()}
+    named = {auto: name for auto, name in config.auto_map.items() if isinstance(name, str)}
+    auto_classes = {name.split(".")[-1]: auto for auto, name in named.items()}
     auto_class = getattr(transformers, auto_classes[config.architectures[0]])
     loaded = auto_class.from_pretrained(model, **where, dtype=torch.float32).eval()
     ids = torch.arange(3, 19).remainder(config.vocab_size).view(2, 8)

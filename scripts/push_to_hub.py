@@ -12,11 +12,15 @@ variable HF_TOKEN, holds the token. Whatever fails, running it again is safe.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 
 try:
+    from huggingface_hub import HfApi
+
     from hf_transformer_block import hub, records
+    from hf_transformer_block.staging import staged_model
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
 
@@ -46,6 +50,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.tag and arguments.create_pr:
         parser.error("--tag and --create-pr: a pull request is tagged when it is merged")
+    if arguments.branch != "main" and arguments.create_pr:
+        parser.error("--branch and --create-pr: a pull request has a branch of its own")
     return arguments
 
 
@@ -59,12 +65,17 @@ def main() -> None:
     try:
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: give one that train.py or save_pretrained wrote")
-        with records.locked(folder), hub.staged(folder, place, CARD, LICENSE, **options) as staged:
+        if not arguments.dry_run:
+            place, is_there = hub.check_access(HfApi(), place)
+        elif "/" not in place.repo_id:
+            place = replace(place, repo_id=f"your-name/{place.repo_id}")
+        options |= {"repo_id": place.repo_id, "revision": place.tag}
+        with records.locked(folder), staged_model(folder, CARD, LICENSE, **options) as staged:
             print(hub.list_files(staged))
             if arguments.dry_run:
                 print(f"\n{(staged.folder / 'README.md').read_text(encoding='utf-8')}")
             else:
-                hub.publish(folder, staged, place)
+                hub.publish(folder, staged, place, is_there, print)
     except (ValueError, OSError) as error:
         raise SystemExit(f"push_to_hub.py: {error}") from error
     except KeyboardInterrupt as error:

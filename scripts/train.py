@@ -35,6 +35,7 @@ try:
     from hf_transformer_block.dates import LANGUAGES
     from hf_transformer_block.preparing import Data, prepare_data
     from hf_transformer_block.run import Run, describe
+    from hf_transformer_block.staging import staged_model
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
 
@@ -175,19 +176,20 @@ def check_run(arguments: Arguments, accelerator: Accelerator) -> None:
             "--ema_decay needs whole weights, which DeepSpeed keeps to itself: leave it out, or use FSDP2"
         )
     if arguments.push_to_hub and accelerator.is_main_process:
-        hub.check_access(HfApi(), hub.Place(arguments.push_to_hub))
+        hub.check_access(HfApi(), hub.Place(arguments.push_to_hub))  # not after hours of training
 
 
-def push(run: Run) -> None:
+def push(folder: Path, repo_id: str) -> None:
     """Pushes the finished model; raises ValueError, and the model is still in its folder."""
-    place = hub.Place(run.arguments.push_to_hub)
     try:
-        with hub.staged(run.folder, place, CARD, LICENSE) as staged:
-            hub.publish(run.folder, staged, place)
+        place, is_there = hub.check_access(HfApi(), hub.Place(repo_id))
+        with staged_model(folder, CARD, LICENSE, repo_id=place.repo_id) as staged:
+            print(hub.list_files(staged))
+            hub.publish(folder, staged, place, is_there, print)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"the model is saved in {run.folder}, but not pushed: {error}; then run scripts/push_to_hub.py "
-            f"{run.folder} {place.repo_id}"
+            f"the model is saved in {folder}, but the push did not end well: {error}; "
+            f"then run scripts/push_to_hub.py {folder} {repo_id}"
         ) from error
 
 
@@ -220,12 +222,10 @@ def finish(run: Run, data: Data, began: float) -> None:
         raise ValueError(f"the results could not be written ({fault}): make room, then --resume")
     print(*(f"  {line}" for line in samples), f"{run.final_split}: {describe(scores)}", sep="\n")
     print(f"{run.num_parameters:,} parameters, {seconds} s; saved in {run.folder}")
-    if run.arguments.push_to_hub:
-        push(run)
 
 
-def train(arguments: Arguments, accelerator: Accelerator) -> None:
-    """Trains, and leaves the model, or a checkpoint to go on from."""
+def train(arguments: Arguments, accelerator: Accelerator) -> bool:
+    """Trains, and leaves the model, or a checkpoint to go on from; returns whether it came to the end."""
     began = time.perf_counter()
     run, data = start(arguments, accelerator)
     if arguments.report_to:
@@ -236,8 +236,9 @@ def train(arguments: Arguments, accelerator: Accelerator) -> None:
     if stopped_by := run.train():
         step = run.progress.step
         accelerator.print(f"stopped by {stopped_by} after update {step}: --resume goes on from there")
-    else:
-        finish(run, data, began)
+        return False
+    finish(run, data, began)
+    return True
 
 
 def main() -> None:
@@ -253,16 +254,20 @@ def main() -> None:
     training.use_all_cores(accelerator)
     checkpoints.follow_launcher()
     set_seed(arguments.seed)
+    folder, is_main = Path(arguments.output_dir), accelerator.is_main_process
     try:
-        folder = Path(arguments.output_dir)
-        with records.locked(folder) if accelerator.is_main_process else nullcontext():
-            train(arguments, accelerator)
+        with records.locked(folder) if is_main else nullcontext():
+            is_finished = train(arguments, accelerator)
+            accelerator.wait_for_everyone()
+            accelerator.end_training()
+            if (
+                is_finished and is_main and arguments.push_to_hub
+            ):  # nobody waits for it, however long it takes
+                push(folder, arguments.push_to_hub)
     except (ValueError, OSError) as error:
         raise SystemExit(f"train.py: {error}") from error
     except KeyboardInterrupt as error:
         raise SystemExit("train.py: interrupted; --resume goes on from the newest checkpoint") from error
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

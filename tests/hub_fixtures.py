@@ -2,8 +2,10 @@
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants, hf_api
@@ -37,6 +39,18 @@ def hub(
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.setenv(name, "127.0.0.1,localhost")
         yield hub
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that a push would have slept; neither it nor the client does."""
+    slept: list[float] = []
+    for module, sleep in (
+        ("hf_transformer_block.hub", slept.append),
+        ("huggingface_hub.utils._http", lambda seconds: None),
+    ):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
+    return slept
 
 
 def client_env(hub: LocalHub, home: Path, token: str | None = None) -> dict[str, str]:

@@ -68,12 +68,20 @@ def test_sharded_weights_go_along_whole(tmp_path):
         stage(tmp_path / "saved", tmp_path / "again", CARD)
 
 
-def test_a_users_own_module_goes_along(saved):
+def test_a_users_own_modules_go_along(saved):
     config = json.loads((saved / "config.json").read_text(encoding="utf-8"))
     config["auto_map"]["AutoModelForMaskedLM"] = "my_model.MyModel"
+    config["auto_map"]["AutoModelForCausalLM"] = "user/other--theirs.Model"  # which stays where it is
     (saved / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (saved / "my_model.py").write_text("class MyModel: ...", encoding="utf-8")
-    assert "my_model.py" in staged_of(saved).files
+    (saved / "my_model.py").write_text("from .my_helpers import x\nclass MyModel: ...", encoding="utf-8")
+    (saved / "my_helpers.py").write_text("x = 1", encoding="utf-8")
+    tokenizer = {"auto_map": {"AutoTokenizer": ["my_tokenizer.MyTokenizer", None]}}
+    (saved / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (saved / "my_tokenizer.py").write_text("class MyTokenizer: ...", encoding="utf-8")
+    (saved / "notes.py").write_text("x = 2", encoding="utf-8")
+    staged = staged_of(saved)
+    assert {"my_model.py", "my_helpers.py", "my_tokenizer.py"} < set(staged.files)
+    assert staged.left_out == ["notes.py"]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +102,9 @@ def test_a_users_own_module_goes_along(saved):
             "path '/data/corpus/train.en' of this machine",
         ),
         ("metrics.json", r'{"file": "C:\\corpus\\train.en"}', "of this machine"),
+        ("metrics.json", '{"command": "train.py --train_files=/home/me/x.txt"}', "'/home/me/x.txt' of this"),
+        ("metrics.json", '{"/root/key": 1}', "path '/root/key' of this machine"),
+        ("metrics.json", '{"loss": 1e999}', "holds 1e999"),
         (
             "generation_config.json",
             '{"note": "hf_abcdefghijklmnopqrstuvwxyz012345"}',
@@ -114,8 +125,21 @@ def test_what_must_not_be_published_is_refused_by_name(saved, name, content, mes
     (saved / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message) as error:
         staged_of(saved)
-    assert str(saved / name) in str(error.value) or str(saved.with_name("staged") / name) in str(error.value)
+    assert str(saved / name) in str(error.value)
     assert "abcdefghijkl" not in str(error.value)  # a secret is not shown
+
+
+def test_a_text_that_has_slashes_is_no_path(saved):
+    text = {"example": "/r/AskReddit is a place", "rate": "1/2", "url": "https://example.com/home/me"}
+    (saved / "metrics.json").write_text(json.dumps(text), encoding="utf-8")
+    assert "metrics.json" in staged_of(saved).files
+
+
+def test_a_link_out_of_the_folder_is_refused(saved, tmp_path):
+    (tmp_path / "private.txt").write_text("mine", encoding="utf-8")
+    (saved / "chat_template.jinja").symlink_to(tmp_path / "private.txt")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is no plain file of that folder"):
+        staged_of(saved)
 
 
 @pytest.mark.parametrize(

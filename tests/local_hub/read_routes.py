@@ -83,6 +83,19 @@ def commits(request: Request, repo_id: str, revision: str) -> Answer:
     return json_answer([describe.history_entry(commit) for commit in git.history(git.resolve(revision))])
 
 
+def pull_requests(request: Request, repo_id: str) -> Answer:
+    repo = seen(request, repo_id)
+    wanted = {name: request.query[name] for name in ("author", "status") if name in request.query}
+    found = [describe.pull_request(repo, number) for number in range(1, len(repo.metadata.pull_requests) + 1)]
+    found = [
+        one
+        for one in found
+        if one["author"]["name"] == wanted.get("author", one["author"]["name"])
+        and one["status"] == wanted.get("status", one["status"])
+    ]
+    return json_answer({"discussions": found, "count": len(found), "start": 0})
+
+
 def pull_request(request: Request, repo_id: str, number: str) -> Answer:
     return json_answer(describe.pull_request(seen(request, repo_id), int(number)))
 
@@ -128,6 +141,7 @@ ROUTES: tuple[Route, ...] = (
     ("POST", rf"{MODEL}/paths-info/{REVISION}", paths_info),
     ("GET", rf"{MODEL}/refs", refs),
     ("GET", rf"{MODEL}/commits/{REVISION}", commits),
+    ("GET", rf"{MODEL}/discussions", pull_requests),
     ("GET", rf"{MODEL}/discussions/(?P<number>\d+)", pull_request),
     ("GET HEAD", rf"/{REPO}/resolve/{REVISION}/(?P<path>.+)", resolve),
 )
