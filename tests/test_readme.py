@@ -16,7 +16,7 @@ from hf_transformer_block.vocabulary import train_tokenizer
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
-ON_THE_HUB = "my-name/"  # in blocks which test_push.py runs
+ON_THE_HUB = "my-name/"  # in blocks which test_push_script.py runs
 PYTHON = [code for language, code in BLOCKS if language == "python" and ON_THE_HUB not in code]
 COMMANDS = [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
 
