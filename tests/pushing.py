@@ -11,6 +11,9 @@ from hub_fixtures import client_env
 from huggingface_hub import HfApi
 from local_hub import LocalHub
 
+
+pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_block[train]"')
+
 from hf_transformer_block import TransformerBlockModel
 from hf_transformer_block.hub import Place, Push, Pushed
 from hf_transformer_block.staging import Staged, stage

@@ -19,8 +19,9 @@ pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_b
 
 from hf_transformer_block import TransformerBlockForCausalLM, TransformerBlockModel
 from hf_transformer_block.card import check_card, is_edited, published_card, render_card
-from hf_transformer_block.card_checks import LICENSES, TEXT_TASKS, is_language
+from hf_transformer_block.card_checks import TEXT_TASKS, is_language
 from hf_transformer_block.dates import LANGUAGES
+from hf_transformer_block.licenses import LICENSES
 from hf_transformer_block.tasks import TASKS
 
 

@@ -8,6 +8,9 @@ import torch
 from conftest import tiny_config
 from safetensors.torch import save_file
 
+
+pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_block[train]"')
+
 from hf_transformer_block import TransformerBlockModel
 from hf_transformer_block.staging import Staged, stage
 

@@ -28,7 +28,7 @@ HUB_0 = ["huggingface_hub<1", "tokenizers<0.23", "requests", "urllib3", "charset
 PACKAGES = {"4.57.3": HUB_0, "5.16.1": HUB_1, "5.19.0": HUB_1}  # what each version needs in other versions
 TOPICS = [
     *("configuration", "conformance", "convert", "distributed", "exactness", "generation", "modeling"),
-    *("parity", "plans", "remote_code", "survival", "traps", "tutorial"),
+    *("parity", "pipeline", "plans", "remote_code", "survival", "traps", "tutorial"),
 ]
 
 # argument: {version that transformers pretends to be, or "" for its own: folder}; prints both doors' errors

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from hf_transformer_block.card_checks import LICENSES
+from hf_transformer_block.licenses import LICENSES
 
 
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code")
