@@ -253,12 +253,9 @@ def published_card(folder: str | Path, template: str, **options: Any) -> str:
     """
     if is_edited(folder, template):
         text = (Path(folder) / "README.md").read_text(encoding="utf-8")
+        if options.get("repo_id"):  # what train.py writes for the folder itself
+            text = text.replace('model_id = "."', f'model_id = "{options["repo_id"]}"')
         check_card(text, folder)
-        if options.get("repo_id") and 'model_id = "."' in text:
-            raise ValueError(
-                f'README.md was edited by hand and loads model_id = ".", which is no id on the Hub: write '
-                f"{options['repo_id']} there, or delete README.md to have it written anew"
-            )
         data = front_matter(text)
         for name in ("license", "language", "datasets"):
             has = as_list(data.get(name))

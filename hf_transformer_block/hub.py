@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,18 @@ class Place:
     create_pr: bool = False
     private: bool = False
     tag: str | None = None
+
+
+def check_names(place: Place) -> None:
+    """Raises ValueError for a branch or a tag that git would refuse, or that could mean something else."""
+    for kind, name in (("branch", place.branch), ("tag", place.tag)):
+        if name is None:
+            continue
+        is_plain = re.fullmatch(r"[A-Za-z0-9][\w./-]{0,99}", name, flags=re.ASCII)
+        if not is_plain or re.search(r"\.\.|//|[./]$|\.lock$|^refs/|^[0-9a-f]{40}$", name):
+            raise ValueError(f"--{kind} {name[:40]!r} is no name of a {kind}: take letters, digits and . _ -")
+    if place.tag in ("main", place.branch):
+        raise ValueError(f"--tag {place.tag} is the name of a branch, which moves: take another, as in v1")
 
 
 @dataclass(frozen=True)
@@ -341,12 +354,15 @@ def publish(folder: Path, staged: Staged, place: Place, is_there: bool, say: Cal
     if makes_tag:
         with told(f"{pushed.commit} is pushed, but not tagged {place.tag}", "run again"):
             api.create_tag(repo_id, tag=place.tag, revision=pushed.commit, exist_ok=True)
+        say(f"tagged {place.tag}")
     if staged.is_whole:
         try:
             say(prove(original, repo_id, pushed.commit))
         except ValueError as error:
             raise ValueError(f"{repo_id} has commit {pushed.commit}, but from there {error}") from error
     say(f"{api.endpoint}/{repo_id}: commit {pushed.commit} on {pushed.revision}")
+    if pushed.revision.startswith("refs/pr/"):
+        say(f"open for review: {api.endpoint}/{repo_id}/discussions/{pushed.revision.split('/')[-1]}")
     auto_class = find_auto_class(read_config(folder))
     say(f"\n{snippet(repo_id, pushed.commit, auto_class, has_tokenizer)}")
     return pushed

@@ -35,7 +35,16 @@ DANGEROUS = {
         *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.joblib", "*.npy", "*.npz", "*.h5"),
     ),
     "an optimizer's or trainer's state": ("optimizer*", "scheduler*", "rng_state*", "trainer_state*"),
-    "secret": (".env*", "*.pem", "*.key", "id_rsa*", "id_ed25519*", ".netrc", "token", "stored_tokens"),
+    "no part of a model, and may hold secrets": (
+        ".env*",
+        "*.pem",
+        "*.key",
+        "id_rsa*",
+        "id_ed25519*",
+        ".netrc",
+        "token",
+        "stored_tokens",
+    ),
     "a cache": ("__pycache__", ".cache", "*.pyc", ".ipynb_checkpoints"),
 }
 SECRETS = {

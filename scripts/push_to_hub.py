@@ -65,6 +65,7 @@ def main() -> None:
     try:
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: give one that train.py or save_pretrained wrote")
+        hub.check_names(place)
         if not arguments.dry_run:
             place, is_there = hub.check_access(HfApi(), place)
         elif "/" not in place.repo_id:

@@ -114,6 +114,7 @@ def test_a_new_card_and_a_tag_for_what_is_there(hub, saved, tmp_path, monkeypatc
     assert error is None
     commit = commits(hub)[0]
     assert f"commit {commit} on main" in out
+    assert "tagged v1" in out
     assert api_of(hub).list_repo_refs(REPOSITORY).tags[0].target_commit == commit
     before, after = downloaded(hub, first.commit), downloaded(hub, "v1")
     assert b"license: mit" in after["README.md"]
@@ -124,6 +125,24 @@ def test_a_new_card_and_a_tag_for_what_is_there(hub, saved, tmp_path, monkeypatc
     error, _ = run_script(monkeypatch, capsys, *card[:-1], "--tag", "v1")
     assert f"alice/small has a tag v1 already, at {commit[:8]}: give another --tag" in error
     assert commits(hub)[0] == commit
+
+
+@ONLY_LFS
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(
+            ["--tag", name]
+            for name in ("a b", "main", "v" * 300, "../v1", "v1.lock", "refs/tags/v1", "0" * 40)
+        ),
+        *(["--branch", name] for name in ("fe at", "refs/pr/1", "a//b", "ümläut")),
+    ],
+)
+def test_names_that_git_or_readers_would_trip_over_are_refused_first(hub, saved, monkeypatch, capsys, flags):
+    for more in ([], ["--dry-run"]):
+        error, _ = run_script(monkeypatch, capsys, saved, REPOSITORY, *flags, *more)
+        assert re.search(f"{flags[0]} .* is (no name of a|the name of a branch)", error)
+    assert not hub.log
 
 
 @ONLY_LFS

@@ -90,12 +90,12 @@ def test_a_users_own_modules_go_along(saved):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (".env", "HF_TOKEN=x", r"\.env is secret: move it out"),
+        (".env", "HF_TOKEN=x", r"\.env is no part of a model, and may hold secrets: move it out"),
         ("optimizer.pt", "x", r"optimizer\.pt is a pickle, which can run code"),
         ("optimizer_state", "x", "is an optimizer's or trainer's state"),
         ("training_args.bin", "x", r"training_args\.bin is a pickle"),
         ("weights.PKL", "x", r"weights\.PKL is a pickle"),
-        ("server.key", "x", "is secret"),
+        ("server.key", "x", "may hold secrets"),
         ("metrics.json", '{"bleu": NaN}', "metrics.json holds NaN, which JSON has no number for"),
         ("metrics.json", '{"bleu": -Infinity}', "holds -Infinity"),
         ("metrics.json", '{"bleu": ', "is no JSON"),
