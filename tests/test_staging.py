@@ -106,7 +106,7 @@ def test_a_users_own_modules_go_along(saved):
         ),
         ("metrics.json", r'{"file": "C:\\corpus\\train.en"}', "of this machine"),
         ("metrics.json", '{"command": "train.py --train_files=/home/me/x.txt"}', "'/home/me/x.txt' of this"),
-        ("metrics.json", '{"/root/key": 1}', "path '/root/key' of this machine"),
+        ("metrics.json", '{"/home/me/key": 1}', "path '/home/me/key' of this machine"),
         ("metrics.json", '{"loss": 1e999}', "holds 1e999"),
         (
             "generation_config.json",
