@@ -59,17 +59,21 @@ class Pushed:
     is_new: bool  # else everything was there already
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Returns the error itself, or what the client wrapped in a RuntimeError."""
+    return error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+
+
 def status_of(error: BaseException) -> int | None:
     """Returns the HTTP status behind an error, None if there was no answer."""
-    cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-    return getattr(getattr(cause, "response", None), "status_code", None)
+    return getattr(getattr(cause_of(error), "response", None), "status_code", None)
 
 
 def reason(error: BaseException) -> str:
     """Returns what the Hub said, in a line."""
-    cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+    cause, status = cause_of(error), status_of(error)
     text = getattr(cause, "server_message", None) or str(cause) or type(cause).__name__
-    message, status = text.strip().splitlines()[0], status_of(error)
+    message = text.strip().splitlines()[0]
     return f"{message} (HTTP {status})" if status and str(status) not in message else message
 
 
@@ -266,9 +270,9 @@ class Push:
             )
         return bool(tag) and tag not in tags
 
-    def check_weights(self) -> None:
-        """Raises ValueError if the Hub's weights are others than those which the card describes."""
-        _, tree = self.read(self.place.branch)
+    def check_weights(self, revision: str) -> None:
+        """Raises ValueError if a revision's weights are others than those which the card describes."""
+        _, tree = self.read(revision)
         for file in sorted(self.staged.folder.glob("*.safetensors")):
             if tree.get(file.name) not in digests(file):
                 raise ValueError(
@@ -322,17 +326,17 @@ def publish(folder: Path, staged: Staged, place: Place, is_there: bool, say: Cal
     Raises:
         ValueError: in one sentence, which says whether anything was pushed and what to do.
     """
-    api, repo_id, found = HfApi(), place.repo_id, None
-    push, makes_tag = Push(api, staged, place), bool(place.tag)
-    has_tokenizer = "tokenizer_config.json" in staged.files
+    api, repo_id = HfApi(), place.repo_id
+    push = Push(api, staged, place)
+    has_tokenizer = (staged.folder / "tokenizer_config.json").exists()
     if not (staged.is_whole or is_there):
         raise ValueError(f"{repo_id} is not there yet: push the model without --card-only")
     with told(f"cannot read {repo_id}", "nothing was pushed: try again"):
         branches = [ref.name for ref in api.list_repo_refs(repo_id).branches] if is_there else []
-        if place.branch in branches:
-            found = push.find()
-            if not staged.is_whole:
-                push.check_weights()
+        has_branch = place.branch in branches
+        found = push.find() if has_branch else None
+        if not staged.is_whole:
+            push.check_weights(place.branch if has_branch else "main")  # from which the branch will start
         makes_tag = push.check_tag(found) if is_there else bool(place.tag)
     if staged.is_whole:
         original = probe(folder, is_stranger=False, has_tokenizer=has_tokenizer)

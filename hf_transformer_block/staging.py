@@ -133,12 +133,8 @@ def strings(node: Any) -> Iterator[str]:
         yield node
 
 
-def check_text(file: Path) -> None:
+def check_text(file: Path, text: str) -> None:
     """Raises ValueError for text that looks like a token or a path of this machine, or is no strict JSON."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}): mend it") from error
     for what, pattern in SECRETS.items():
         if found := re.search(pattern, text):
             shown = found[0][:6]
@@ -181,7 +177,13 @@ def check_file(folder: Path, file: Path) -> None:
     if not file.is_file() or not any(file.resolve().is_relative_to(root) for root in roots):
         raise ValueError(f"{file} is no plain file of that folder: put the file itself there")
     if file.suffix not in BINARY and file.name not in VOCABULARIES and file.name != "README.md":
-        check_text(file)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{file} is not UTF-8 ({error.reason} at byte {error.start}): mend it"
+            ) from error
+        check_text(file, text)
 
 
 def copy_file(file: Path, target: Path) -> None:
@@ -218,6 +220,7 @@ def stage(folder: str | Path, target: str | Path, card: str, license_file: Path 
     if missing := sorted(modules - names):
         raise ValueError(f"{folder} lacks {missing[0]}, which its config.json names: save the model again")
     check_weights(folder, names)
+    check_text(folder / "README.md", card)
     for file in found:
         check_file(folder, file)
         if file.name != "README.md":
@@ -225,7 +228,6 @@ def stage(folder: str | Path, target: str | Path, card: str, license_file: Path 
     (target / "README.md").write_text(card, encoding="utf-8")
     if license_file and "LICENSE" not in names:
         shutil.copyfile(license_file, target / "LICENSE")
-    check_text(target / "README.md")
     left_out = sorted(file.name for file in folder.iterdir() if file.name not in names)
     files = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
     return Staged(target, files, left_out)

@@ -260,9 +260,8 @@ def main() -> None:
             is_finished = train(arguments, accelerator)
             accelerator.wait_for_everyone()
             accelerator.end_training()
-            if (
-                is_finished and is_main and arguments.push_to_hub
-            ):  # nobody waits for it, however long it takes
+            # now no other process waits, however long it takes
+            if is_finished and is_main and arguments.push_to_hub:
                 push(folder, arguments.push_to_hub)
     except (ValueError, OSError) as error:
         raise SystemExit(f"train.py: {error}") from error

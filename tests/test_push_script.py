@@ -105,6 +105,7 @@ def test_a_dry_run_touches_no_network(hub, saved, monkeypatch, capsys):
 @ONLY_LFS
 def test_a_new_card_and_a_tag_for_what_is_there(hub, saved, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    tiny_tokenizer().save_pretrained(saved)
     card = [saved, REPOSITORY, "--card-only", "--license", "mit", "--language", "en", "de"]
     error, _ = run_script(monkeypatch, capsys, *card)
     assert error == "push_to_hub.py: alice/small is not there yet: push the model without --card-only"
@@ -115,6 +116,7 @@ def test_a_new_card_and_a_tag_for_what_is_there(hub, saved, tmp_path, monkeypatc
     commit = commits(hub)[0]
     assert f"commit {commit} on main" in out
     assert "tagged v1" in out
+    assert "tokenizer = AutoTokenizer.from_pretrained" in out
     assert api_of(hub).list_repo_refs(REPOSITORY).tags[0].target_commit == commit
     before, after = downloaded(hub, first.commit), downloaded(hub, "v1")
     assert b"license: mit" in after["README.md"]
@@ -124,6 +126,10 @@ def test_a_new_card_and_a_tag_for_what_is_there(hub, saved, tmp_path, monkeypatc
     assert "nothing to do" in out
     error, _ = run_script(monkeypatch, capsys, *card[:-1], "--tag", "v1")
     assert f"alice/small has a tag v1 already, at {commit[:8]}: give another --tag" in error
+    TransformerBlockModel(tiny_config("encoder")).save_pretrained(saved)  # other weights
+    for branch in ([], ["--branch", "new"]):
+        error, _ = run_script(monkeypatch, capsys, *card, *branch)
+        assert "holds another model.safetensors than the card is about" in error
     assert commits(hub)[0] == commit
 
 

@@ -132,6 +132,13 @@ def test_what_must_not_be_published_is_refused_by_name(saved, name, content, mes
     assert "abcdefghijkl" not in str(error.value)  # a secret is not shown
 
 
+def test_a_token_in_the_card_is_refused_by_the_folders_name(saved, tmp_path):
+    (tmp_path / "staged").mkdir()
+    with pytest.raises(ValueError, match="holds what looks like a Hugging Face token") as error:
+        stage(saved, tmp_path / "staged", f"{CARD}hf_{'a' * 30}")
+    assert str(saved / "README.md") in str(error.value)
+
+
 def test_a_text_that_has_slashes_is_no_path(saved):
     text = {"example": "/r/AskReddit is a place", "rate": "1/2", "url": "https://example.com/home/me"}
     (saved / "metrics.json").write_text(json.dumps(text), encoding="utf-8")
