@@ -13,52 +13,38 @@ compared on random tokens first, so it takes twice the checkpoint's memory, or f
 
 import argparse
 import os
-import tempfile
-import textwrap
-from json import JSONDecodeError
 from pathlib import Path
-from pickle import UnpicklingError
 
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its threads
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file, is_sentencepiece_available
 
 from hf_transformer_block.convert import convert, convert_config
-
-
-# one of them is in every folder that has a tokenizer
-TOKENIZER_FILES = (
-    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model"),
-    *("vocab.json", "vocab.txt", "source.spm"),
+from hf_transformer_block.folders import (
+    describe_files,
+    load_tokenizer,
+    load_whole,
+    megabytes,
+    require_free,
+    shorten,
+    written_whole,
 )
+
+
 SNIPPET = """
 from transformers import {auto}{and_tokenizer}
 
 {tokenizer}model = {auto}.from_pretrained({folder!r}, trust_remote_code=True)"""
-
-
-def require_free(folder: Path) -> None:
-    """Raises ValueError if the folder exists and holds something: conversion deletes nothing."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder: give another OUT, or move it away")
-
-
-def shorten(error: Exception) -> str:
-    """Returns the beginning of a library's message, as one line."""
-    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -75,64 +61,12 @@ def load_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def find_file(name: str, file: str) -> str | None:
-    """Returns the path of a checkpoint's file, fetched from the Hub if need be, or None if it has none."""
-    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """Returns the checkpoint's tokenizer, or None where there is none."""
-    if not any(find_file(name, file) for file in TOKENIZER_FILES):
-        return None
-    if find_file(name, "source.spm") and not is_sentencepiece_available():
-        raise ValueError(f"the tokenizer of {name} needs sentencepiece: pip install sentencepiece sacremoses")
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # the reader of tokenizer.json raises nothing more specific
-        raise ValueError(f"the tokenizer of {name} cannot be loaded: {shorten(error)}") from error
-
-
-def load_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Returns a checkpoint in its own dtype; raises ValueError if weights are too many, too few or broken."""
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    try:
-        model, report = auto.from_pretrained(
-            name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (RuntimeError, SafetensorError, UnpicklingError, EOFError, JSONDecodeError) as error:
-        raise ValueError(
-            f"{name} has broken weights, or others than its config.json: {shorten(error)}"
-        ) from error
-    for key, stored, built in sorted(report["mismatched_keys"]):
-        raise ValueError(f"{name} has other sizes than its config.json: {key} is {stored}, not {built}")
-    for problem in ("missing", "unexpected"):
-        # the first GPT-2 checkpoints store a constant
-        keys = sorted(key for key in report[f"{problem}_keys"] if not key.endswith(".attn.masked_bias"))
-        if keys:
-            raise ValueError(
-                f"{name} is no whole {type(model).__name__}: {len(keys)} {problem} weights, such as "
-                f"{keys[0]}; models with another head, or none, cannot be converted"
-            )
-    return model
-
-
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Writes into a hidden folder beside the final one and renames it: a failure leaves nothing behind."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as hidden:
-        written = Path(hidden, folder.name)
+    """Writes both, or nothing."""
+    with written_whole(folder) as written:
         model.save_pretrained(written)
         if tokenizer is not None:
             tokenizer.save_pretrained(written)
-        require_free(folder)
-        if folder.exists():
-            folder.rmdir()
-        written.rename(folder)
-
-
-def megabytes(*sizes: int) -> str:
-    """Returns the sum of sizes in bytes, for people."""
-    return f"{sum(sizes) / 1e6:,.1f} MB"
 
 
 def run(source: str, out: str) -> None:
@@ -145,20 +79,19 @@ def run(source: str, out: str) -> None:
         print("tokenizer: none beside the source")
     else:
         print(f"tokenizer: {type(tokenizer).__name__}, {len(tokenizer):,} tokens")
-    theirs = load_model(source, config)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    theirs = load_whole(auto, source, dtype="auto")
     dtype = str(theirs.dtype).removeprefix("torch.")
     size = megabytes(*(weight.nbytes for weight in theirs.parameters()))
     print(f"source: {type(theirs).__name__}, {theirs.num_parameters():,} parameters, {dtype}, {size}")
     ours = convert(theirs)
     print(f"converted: {type(ours).__name__}, {ours.num_parameters():,} parameters, same logits in float32")
     save(ours, tokenizer, folder)
-    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    print(f"saved: {out}, {len(sizes)} files, {megabytes(*sizes)}; load it anywhere with")
-    auto = "AutoModelForSeq2SeqLM" if ours.config.is_encoder_decoder else "AutoModelForCausalLM"
+    print(f"saved: {out}, {describe_files(folder)}; load it anywhere with")
     loads = f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
     print(
         SNIPPET.format(
-            auto=auto,
+            auto=auto.__name__,
             and_tokenizer="" if tokenizer is None else ", AutoTokenizer",
             tokenizer="" if tokenizer is None else loads,
             folder=str(folder),

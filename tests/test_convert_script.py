@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hf_transformer_block import folders
 from hf_transformer_block.convert import convert_config
 
 
@@ -151,10 +152,8 @@ def test_what_cannot_be_represented_is_refused_by_name(kind, fields, message, ru
         ("sentencepiece", "needs sentencepiece: pip install sentencepiece sacremoses"),
     ],
 )
-def test_checkpoints_that_are_no_whole_source_are_refused(
-    change, message, run, script, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(script, "is_sentencepiece_available", lambda: False)
+def test_checkpoints_that_are_no_whole_source_are_refused(change, message, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "is_sentencepiece_available", lambda: False)
     folder = tmp_path / "theirs"
     model = {
         "headless": lambda: LlamaModel(LlamaConfig(**LLAMA)),

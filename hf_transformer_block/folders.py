@@ -1,0 +1,98 @@
+"""Folders of models: read whole, and written whole or not at all beside the user's own, which stay."""
+
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from json import JSONDecodeError
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file, is_sentencepiece_available
+
+
+# one of them is in every folder that has a tokenizer
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "source.spm"),
+)
+
+
+def require_free(folder: Path) -> None:
+    """Raises ValueError if the folder exists and holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder: give another one, or move it away")
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """Yields a hidden folder beside the final one, renamed at the end: a failure leaves nothing behind."""
+    require_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as hidden:
+        written = Path(hidden, folder.name)
+        written.mkdir()
+        yield written
+        require_free(folder)
+        if folder.exists():
+            folder.rmdir()
+        written.rename(folder)
+
+
+def megabytes(*sizes: int) -> str:
+    """Returns the sum of sizes in bytes, for people."""
+    return f"{sum(sizes) / 1e6:,.1f} MB"
+
+
+def describe_files(folder: Path) -> str:
+    """Returns how many files a folder holds, and how large they are."""
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    return f"{len(sizes)} files, {megabytes(*sizes)}"
+
+
+def shorten(error: Exception) -> str:
+    """Returns the beginning of a library's message, as one line."""
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+
+
+def find_file(name: str, file: str) -> str | None:
+    """Returns the path of a checkpoint's file, fetched from the Hub if need be, or None if it has none."""
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """Returns a checkpoint's tokenizer, or None where there is none; raises ValueError if it is broken."""
+    if not any(find_file(name, file) for file in TOKENIZER_FILES):
+        return None
+    if find_file(name, "source.spm") and not is_sentencepiece_available():
+        raise ValueError(f"the tokenizer of {name} needs sentencepiece: pip install sentencepiece sacremoses")
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # the reader of tokenizer.json raises nothing more specific
+        raise ValueError(f"the tokenizer of {name} cannot be loaded: {shorten(error)}") from error
+
+
+def load_whole(loader: type, name: str, **kwargs: Any) -> PreTrainedModel:
+    """Returns `loader.from_pretrained`; raises ValueError if weights are too many, too few or broken."""
+    try:
+        model, report = loader.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+    except (RuntimeError, SafetensorError, UnpicklingError, EOFError, JSONDecodeError) as error:
+        raise ValueError(
+            f"{name} has broken weights, or others than its config.json: {shorten(error)}"
+        ) from error
+    for key, stored, built in sorted(report["mismatched_keys"]):
+        raise ValueError(f"{name} has other sizes than its config.json: {key} is {stored}, not {built}")
+    for problem in ("missing", "unexpected"):
+        # the first GPT-2 checkpoints store a constant
+        keys = sorted(key for key in report[f"{problem}_keys"] if not key.endswith(".attn.masked_bias"))
+        if keys:
+            raise ValueError(
+                f"{name} is no whole {type(model).__name__}: {len(keys)} {problem} weights, such as "
+                f"{keys[0]}; take a checkpoint that was saved with this head"
+            )
+    return model
