@@ -1296,7 +1296,8 @@ class TransformerBlockForSequenceClassification(TransformerBlockPreTrainedModel)
             chosen = torch.where(is_real, index, is_real.shape[1] - 1).amin(dim=1)
         else:
             chosen = torch.where(is_real, index, 0).amax(dim=1)
-        return hidden_states[torch.arange(len(chosen), device=chosen.device), chosen]
+        rows = torch.arange(chosen.shape[0], device=chosen.device)  # len() would be a constant in an export
+        return hidden_states[rows, chosen]
 
     @takes_either_cache_name
     @can_return_tuple
