@@ -1,0 +1,412 @@
+"""
+Models of the family in CTranslate2's format: decoders for its Generator, encoder-decoders for its Translator.
+
+Whatever CTranslate2 cannot compute is refused by name, and equal log-probabilities are the condition of every
+export in float32.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ctranslate2
+import numpy as np
+import torch
+from ctranslate2.specs import (
+    TransformerDecoderModelSpec,
+    TransformerDecoderSpec,
+    TransformerEncoderSpec,
+    TransformerSpec,
+)
+from ctranslate2.specs.attention_spec import MultiHeadAttentionSpec, RotaryScalingType
+from ctranslate2.specs.common_spec import Activation, LayerNormSpec, LinearSpec
+from ctranslate2.specs.transformer_spec import FeedForwardSpec
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .configuration_hf_transformer_block import TransformerBlockConfig
+from .convert import TOLERANCE
+from .modeling_hf_transformer_block import (
+    TransformerBlock,
+    TransformerBlockAttention,
+    TransformerBlockForCausalLM,
+    TransformerBlockForConditionalGeneration,
+    TransformerBlockMLP,
+    TransformerBlockStack,
+    sinusoidal_positions,
+)
+
+
+# how the weights are stored, and what a CPU computes with then
+COMPUTE_TYPES = {"float32": "float32", "float16": "float32", "bfloat16": "float32", "int8": "int8"}
+ACTIVATIONS = {
+    "relu": Activation.RELU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELUTanh,
+    "gelu_pytorch_tanh": Activation.GELUTanh,
+    "gelu_fast": Activation.GELUTanh,
+    "quick_gelu": Activation.GELUSigmoid,
+    "silu": Activation.SWISH,
+    "swish": Activation.SWISH,
+    "tanh": Activation.Tanh,
+    "sigmoid": Activation.Sigmoid,
+}
+ROPE_FIELDS = {"rope_type", "rope_theta", "factor", "partial_rotary_factor"}
+# settings of generation in transformers' words and in those of CTranslate2
+OPTIONS = {
+    "num_beams": "beam_size",
+    "length_penalty": "length_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+}
+NO_OPTIONS = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("_from_model_config", "transformers_version", "use_cache", "output_attentions", "output_hidden_states"),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    What an exported model computed on random tokens, beside the original.
+
+    Attributes:
+        sequences: how many were continued greedily.
+        equal: how many of them came out token by token the same.
+        difference: largest difference of log-probabilities.
+        largest: largest of these, without sign.
+    """
+
+    sequences: int
+    equal: int
+    difference: float
+    largest: float
+
+
+def require_representable(model: PreTrainedModel) -> None:
+    """Raises ValueError, with the remedy, for a model that CTranslate2 cannot compute."""
+    config, elsewhere = model.config, "export it to onnx"
+    if not isinstance(model, (TransformerBlockForCausalLM, TransformerBlockForConditionalGeneration)):
+        raise ValueError(
+            f"a {type(model).__name__} (architecture={config.architecture!r}) writes no text: ctranslate2 "
+            f"takes TransformerBlockForCausalLM and TransformerBlockForConditionalGeneration; {elsewhere}"
+        )
+    if config.block_style == "tutorial":
+        raise ValueError(
+            f"block_style='tutorial' shares projections among heads, which ctranslate2 cannot do; {elsewhere}"
+        )
+    if config.hidden_act not in ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act={config.hidden_act!r} is unknown to ctranslate2 (known: {', '.join(ACTIVATIONS)}); "
+            f"{elsewhere}"
+        )
+    if config.qk_norm and config.is_encoder_decoder:
+        raise ValueError(
+            f"qk_norm=True normalises each head, which ctranslate2 does not in the attention to a source; "
+            f"{elsewhere}"
+        )
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") not in ("default", "linear") or set(rope) - ROPE_FIELDS:
+        raise ValueError(
+            f"rope_parameters={rope} cannot be told to ctranslate2, which takes rope_type 'default' and "
+            f"'linear' here; {elsewhere}"
+        )
+
+
+def end_token_id(model: PreTrainedModel) -> int:
+    """Returns the id of the token that ends a text; raises ValueError if there is none, or several."""
+    end = model.generation_config.eos_token_id
+    end = model.config.eos_token_id if end is None else end
+    ends = end if isinstance(end, list) else [end]
+    if len(ends) != 1 or ends[0] is None:
+        raise ValueError(
+            f"eos_token_id={end}: a model of ctranslate2 ends at one token; give one in "
+            f"generation_config.json, or export it to onnx"
+        )
+    return ends[0]
+
+
+def start_token_id(model: PreTrainedModel) -> int | None:
+    """Returns the id of the first token that a target's decoder reads, None for a single stack."""
+    start = model.generation_config.decoder_start_token_id
+    return model.config.decoder_start_token_id if start is None else start
+
+
+def list_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
+    """Returns the tokens in the order of their ids; raises ValueError if the model lacks one."""
+    names = {number: token for token, number in tokenizer.get_vocab().items()}
+    if (last := max(names)) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer has token {names[last]!r} with id {last} but the model only vocab_size="
+            f"{vocab_size}: take the tokenizer saved with it, or model.resize_token_embeddings"
+        )
+    # a table may be larger than the vocabulary, for a round number
+    return [names.get(number, f"<unused_{number}>") for number in range(vocab_size)]
+
+
+def to_array(weight: torch.Tensor) -> np.ndarray:
+    """Returns a copy, for the specification quantises its arrays in place."""
+    return weight.detach().float().numpy().copy()
+
+
+def set_linear(spec: LinearSpec, *layers: nn.Linear) -> None:
+    """Fuses layers of one input: CTranslate2 computes queries, keys and values at once."""
+    spec.weight = to_array(torch.cat([layer.weight for layer in layers]))
+    if layers[0].bias is not None:
+        spec.bias = to_array(torch.cat([layer.bias for layer in layers]))
+
+
+def set_norm(spec: LayerNormSpec, norm: nn.Module) -> None:
+    spec.gamma = to_array(norm.weight)
+    if isinstance(norm, nn.LayerNorm):
+        spec.beta = to_array(norm.bias)
+
+
+def set_attention(
+    spec: MultiHeadAttentionSpec, attention: TransformerBlockAttention, norm: nn.Module
+) -> None:
+    query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
+    is_self = len(spec.linear) == 2
+    fused = [(query, key, value)] if is_self else [(query,), (key, value)]
+    for linear, layers in zip(spec.linear, [*fused, (attention.o_proj,)], strict=True):
+        set_linear(linear, *layers)
+    set_norm(spec.layer_norm, norm)
+    if attention.config.qk_norm:
+        rms_norm = attention.config.norm_type == "rms_norm"
+        spec.q_norm, spec.k_norm = (LayerNormSpec(rms_norm=rms_norm) for _ in range(2))
+        set_norm(spec.q_norm, attention.q_norm)
+        set_norm(spec.k_norm, attention.k_norm)
+
+
+def set_mlp(spec: FeedForwardSpec, mlp: TransformerBlockMLP, norm: nn.Module) -> None:
+    set_linear(spec.linear_0, mlp.gate_proj if mlp.is_gated else mlp.up_proj)  # the one that is activated
+    if mlp.is_gated:
+        set_linear(spec.linear_0_noact, mlp.up_proj)
+    set_linear(spec.linear_1, mlp.down_proj)
+    set_norm(spec.layer_norm, norm)
+
+
+def set_block(spec: object, block: TransformerBlock) -> None:
+    set_attention(spec.self_attention, block.self_attn, block.self_attn_norm)
+    if block.has_cross_attention:
+        set_attention(spec.attention, block.cross_attn, block.cross_attn_norm)
+    set_mlp(spec.ffn, block.mlp, block.mlp_norm)
+
+
+def position_table(stack: TransformerBlockStack) -> torch.Tensor:
+    """Returns what is added at each position, (max_position_embeddings, D)."""
+    config = stack.config
+    if config.position_embedding == "learned":
+        return stack.embed_positions.weight
+    if config.position_embedding == "sinusoidal":
+        positions = torch.arange(config.max_position_embeddings)
+        return sinusoidal_positions(positions[None], config.hidden_size)[0]
+    # without a table, CTranslate2 would add one of its own
+    return torch.zeros(config.max_position_embeddings, config.hidden_size)
+
+
+def build_stack(stack: TransformerBlockStack) -> TransformerEncoderSpec | TransformerDecoderSpec:
+    """Returns the specification of an encoder or a decoder, with its weights."""
+    config = stack.config
+    values = {
+        "pre_norm": config.block_style == "pre_norm",
+        "activation": ACTIVATIONS[config.hidden_act],
+        "ffn_glu": config.gated_mlp,
+        "rms_norm": config.norm_type == "rms_norm",
+        "num_heads_kv": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "qk_norm": config.qk_norm,
+    }
+    if config.position_embedding == "rotary":
+        rope = config.rope_parameters
+        values["rotary_dim"] = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        values |= {"rotary_interleave": False, "rotary_base": rope["rope_theta"]}
+        if rope["rope_type"] == "linear":
+            values |= {"rotary_scaling_type": RotaryScalingType.Linear}
+            values |= {"rotary_scaling_factor": rope["factor"]}
+    if stack.is_decoder:
+        values["with_encoder_attention"] = config.is_encoder_decoder
+    build = TransformerDecoderSpec if stack.is_decoder else TransformerEncoderSpec
+    spec = build(len(stack.layers), config.num_attention_heads, **values)
+    spec.scale_embeddings = config.scale_embeddings
+    embeddings = spec.embeddings if stack.is_decoder else spec.embeddings[0]
+    embeddings.weight = to_array(stack.embed_tokens.weight)
+    if config.position_embedding != "rotary":
+        spec.position_encodings.encodings = to_array(position_table(stack))
+    if config.block_style == "pre_norm":
+        set_norm(spec.layer_norm, stack.norm)
+    for block_spec, block in zip(spec.layer, stack.layers, strict=True):
+        set_block(block_spec, block)
+    return spec
+
+
+def build_spec(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> TransformerSpec | TransformerDecoderModelSpec:
+    """Returns the specification of a model, with weights, vocabulary and special tokens."""
+    config = model.config
+    tokens = list_tokens(tokenizer, config.vocab_size)
+    if config.is_encoder_decoder:
+        spec = TransformerSpec(build_stack(model.model.encoder), build_stack(model.model.decoder))
+        spec.register_source_vocabulary(tokens)
+        spec.register_target_vocabulary(tokens)
+        spec.config.decoder_start_token = tokens[start_token_id(model)]
+    else:
+        spec = TransformerDecoderModelSpec(build_stack(model.model))
+        spec.register_vocabulary(tokens)
+    set_linear(spec.decoder.projection, model.lm_head)
+    end = tokens[end_token_id(model)]
+    spec.config.eos_token = end
+    spec.config.bos_token = end if config.bos_token_id is None else tokens[config.bos_token_id]
+    # a name which is in no vocabulary would get an id which is in no table
+    spec.config.unk_token = end if tokenizer.unk_token is None else tokenizer.unk_token
+    spec.config.layer_norm_epsilon = float(config.norm_eps)
+    return spec
+
+
+def save_spec(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, stored: str) -> None:
+    """Writes model.bin, config.json and the vocabulary."""
+    spec = build_spec(model, tokenizer)
+    spec.validate()
+    spec.optimize(quantization=stored)
+    spec.save(str(folder))
+
+
+def draw_rows(config: TransformerBlockConfig) -> list[torch.Tensor]:
+    """Returns random tokens of eight lengths, the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    longest = max(1, min(20, config.max_position_embeddings // 2))
+    lengths = [1 + number * (longest - 1) // 7 for number in range(8)]
+    return [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
+
+
+@torch.no_grad()
+def write_greedily(model: PreTrainedModel, row: torch.Tensor, length: int, end: int) -> list[int]:
+    """Returns the most likely continuation of a row, without its end; `generate` would obey the settings."""
+    inputs, name, written = {}, "input_ids", row
+    if model.config.is_encoder_decoder:
+        inputs, name, written = {name: row[None]}, "decoder_input_ids", torch.tensor([start_token_id(model)])
+    first = len(written)
+    for _ in range(length):
+        likeliest = model(**inputs, **{name: written[None]}, use_cache=False).logits[0, -1].argmax()
+        if likeliest == end:
+            break
+        written = torch.cat([written, likeliest[None]])
+    return written[first:].tolist()
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, row: torch.Tensor, end: int) -> torch.Tensor:
+    """Returns log-probabilities: of every next token of a text, or of a source as its own translation."""
+    if not model.config.is_encoder_decoder:
+        return model(input_ids=row[None], use_cache=False).logits[0].log_softmax(dim=-1)
+    target = torch.cat([torch.tensor([start_token_id(model)]), row, torch.tensor([end])])
+    logits = model(input_ids=row[None], decoder_input_ids=target[None, :-1], use_cache=False).logits[0]
+    return logits.log_softmax(dim=-1).gather(1, target[1:, None])[:, 0]
+
+
+def run_translator(
+    folder: Path, texts: list[list[str]], length: int, **options: Any
+) -> tuple[list[torch.Tensor], list[list[str]]]:
+    """Returns what `score` and `write_greedily` do, in tokens, by an exported encoder-decoder."""
+    translator = ctranslate2.Translator(str(folder), **options)
+    scores = [torch.tensor(result.log_probs) for result in translator.score_batch(texts, texts)]
+    results = translator.translate_batch(
+        texts, beam_size=1, max_decoding_length=length, min_decoding_length=0
+    )
+    return scores, [result.hypotheses[0] for result in results]
+
+
+def run_generator(
+    folder: Path, texts: list[list[str]], length: int, **options: Any
+) -> tuple[list[torch.Tensor], list[list[str]]]:
+    """Returns what `score` and `write_greedily` do, in tokens, by an exported decoder."""
+    generator = ctranslate2.Generator(str(folder), **options)
+    padded = torch.from_numpy(np.array(generator.forward_batch(texts, return_log_probs=True)))
+    scores = [row[: len(text)] for row, text in zip(padded, texts, strict=True)]
+    # in a batch, prompts of unequal lengths would come back with their last tokens
+    results = generator.generate_batch(
+        texts, max_batch_size=1, max_length=length, include_prompt_in_result=False
+    )
+    return scores, [result.sequences[0] for result in results]
+
+
+def compare(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, stored: str
+) -> Comparison:
+    """Compares an exported model with the original on random tokens: log-probabilities, greedy texts."""
+    config, end = model.config, end_token_id(model)
+    names = list_tokens(tokenizer, config.vocab_size)
+    rows = draw_rows(config)
+    texts = [[names[number] for number in row.tolist()] for row in rows]
+    length = max(1, min(24, config.max_position_embeddings // 2 - 1))
+    options = {"device": "cpu", "compute_type": COMPUTE_TYPES[stored]}
+    options |= {"intra_threads": torch.get_num_threads()}
+    run = run_translator if config.is_encoder_decoder else run_generator
+    scores, written = run(folder, texts, length, **options)
+    ours = [score(model, row, end) for row in rows]
+    continued = [write_greedily(model, row, length, end) for row in rows]
+    pairs = list(zip(continued, written, strict=True))
+    return Comparison(
+        sequences=len(pairs),
+        equal=sum([names[number] for number in mine] == theirs for mine, theirs in pairs),
+        difference=max(float((mine - theirs).abs().max()) for mine, theirs in zip(ours, scores, strict=True)),
+        largest=max(float(mine.abs().max()) for mine in ours),
+    )
+
+
+def generation_options(model: PreTrainedModel) -> tuple[dict[str, Any], list[str]]:
+    """
+    Returns a model's settings of generation as CTranslate2's arguments, and the names of those that it lacks.
+
+    They are no part of an exported model: every call takes them.
+    """
+    settings = {
+        name: value
+        for name, value in model.generation_config.to_diff_dict().items()
+        if name not in NO_OPTIONS and value is not None
+    }
+    options = {OPTIONS[name]: settings.pop(name) for name in OPTIONS if name in settings}
+    if model.config.is_encoder_decoder:
+        if "max_length" in settings:
+            options["max_decoding_length"] = settings.pop("max_length") - 1  # it counts the first token
+        if "max_new_tokens" in settings:
+            options["max_decoding_length"] = settings.pop("max_new_tokens")
+    elif "max_new_tokens" in settings:
+        options["max_length"] = settings.pop("max_new_tokens")
+    return options, sorted(settings)
+
+
+def export(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, quantization: str = "float32"
+) -> dict[str, Comparison]:
+    """
+    Writes a model and its tokenizer for CTranslate2 into a folder, and returns how equal they are by dtype.
+
+    Args:
+        model: in float32, for evaluation.
+        tokenizer: saved along; its tokens are the vocabulary.
+        folder: an empty one.
+        quantization: "float32", "float16", "bfloat16" or "int8", how the weights are stored.
+
+    Raises:
+        ValueError: CTranslate2 cannot represent the model or the tokenizer, or got other numbers in float32.
+    """
+    require_representable(model)
+    with tempfile.TemporaryDirectory() as whole:
+        save_spec(model, tokenizer, Path(whole), "float32")
+        found = compare(model, tokenizer, Path(whole), "float32")
+    if not found.difference <= TOLERANCE * found.largest:
+        raise ValueError(
+            f"ctranslate2 {ctranslate2.__version__} computes something else: its log-probabilities differ by "
+            f"{found.difference:.3g}, where the largest is {found.largest:.3g}, and {found.equal} of "
+            f"{found.sequences} greedy texts are the same; try another version, or export it to onnx"
+        )
+    comparisons = {"float32": found}
+    save_spec(model, tokenizer, folder, quantization)
+    if quantization != "float32":
+        comparisons[quantization] = compare(model, tokenizer, folder, quantization)
+    tokenizer("")  # forgets the padding and truncation of the last call, which would be saved as well
+    tokenizer.save_pretrained(folder)
+    return comparisons

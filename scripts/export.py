@@ -1,0 +1,194 @@
+"""
+Exports a model of this family to be served without it: by CTranslate2 or by onnxruntime.
+
+    python scripts/export.py runs/en-de served/en-de --format ctranslate2 --quantization int8
+    python scripts/export.py runs/writer served/writer --format ctranslate2
+    python scripts/export.py runs/topics served/topics --format onnx
+    python scripts/export.py my-name/en-de served/en-de-onnx --format onnx
+
+MODEL is a folder that train.py, convert.py or save_pretrained has left, or an id on the Hub.
+
+ctranslate2  an engine in C++ for models that write: encoder-decoders (its Translator) and decoders (its
+             Generator), with cache, beams and batches, on CPUs and GPUs.
+onnx         every class of the family, for onnxruntime and whatever else reads ONNX: model.onnx, or
+             encoder.onnx and decoder.onnx, of any batch and length. There is no cache of keys and values, so
+             each new token costs a pass over the whole text: to write long texts, take ctranslate2.
+
+Before the folder appears, the exported model is run beside the original and must get the same numbers in
+float32. What a format cannot represent is refused by name. The tokenizer goes along.
+"""
+
+import argparse
+import logging
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its threads
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_transformer_block
+from hf_transformer_block.folders import (
+    describe_files,
+    load_tokenizer,
+    load_whole,
+    megabytes,
+    require_free,
+    shorten,
+    written_whole,
+)
+
+
+NEEDED = {"ctranslate2": ("ctranslate2",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
+QUANTIZATIONS = ("float32", "float16", "bfloat16", "int8")
+TRANSLATOR = """
+import ctranslate2
+from tokenizers import Tokenizer
+
+tokenizer = Tokenizer.from_file("{folder}/tokenizer.json")
+translator = ctranslate2.Translator("{folder}")
+tokens = [tokenizer.encode(text).tokens for text in ["First text.", "Second text."]]
+for result in translator.translate_batch(tokens{options}):
+    print(tokenizer.decode([tokenizer.token_to_id(token) for token in result.hypotheses[0]]))"""
+GENERATOR = """
+import ctranslate2
+from tokenizers import Tokenizer
+
+tokenizer = Tokenizer.from_file("{folder}/tokenizer.json")
+generator = ctranslate2.Generator("{folder}")
+tokens = [tokenizer.encode(text).tokens for text in ["Once upon", "It was"]]
+for result in generator.generate_batch(tokens, max_batch_size=1, include_prompt_in_result=False{options}):
+    print(tokenizer.decode(result.sequences_ids[0]))"""
+
+
+def load_model(name: str) -> PreTrainedModel:
+    """Returns a model in float32, of the class it was saved from; raises ValueError if it is not whole."""
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except StrictDataclassError as error:
+        raise ValueError(f"{name} has a broken config.json: {shorten(error.__cause__ or error)}") from error
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(
+            f"{name} is no folder with a model and no id on the Hub: {shorten(error)}"
+        ) from error
+    if config.model_type != hf_transformer_block.TransformerBlockConfig.model_type:
+        raise ValueError(
+            f"{name} is a {config.model_type}, no model of this family: scripts/convert.py makes one of a "
+            f"GPT-2, Llama, Mistral, Qwen2, Qwen3 or Marian"
+        )
+    class_name = (config.architectures or ["none"])[0]
+    if class_name not in hf_transformer_block.__all__:
+        raise ValueError(f"{name} was saved from {class_name}, which is no class of this family")
+    return load_whole(getattr(hf_transformer_block, class_name), name, dtype=torch.float32).eval()
+
+
+def export_to_ctranslate2(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, quantization: str
+) -> None:
+    """Writes into a folder and prints how equal the exported model is."""
+    from hf_transformer_block.export_ctranslate2 import export
+
+    for stored, found in export(model, tokenizer, folder, quantization).items():
+        print(
+            f"checked in {stored}: {found.equal} of {found.sequences} greedy texts for random tokens are the "
+            f"same, log-probabilities differ by up to {found.difference:.2g} (the largest is "
+            f"{found.largest:.3g})"
+        )
+
+
+def export_to_onnx(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Writes into a folder and prints how equal the exported model is."""
+    from hf_transformer_block.export_onnx import export
+
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision, which nothing here uses
+    for name, found in export(model, folder).items():
+        print(
+            f"checked {name}: in other shapes than the traced one, values differ by up to "
+            f"{found.difference:.2g} (the largest is {found.largest:.3g})"
+        )
+    model.config.to_json_file(folder / "config.json")  # labels and special tokens, for whoever reads them
+    if tokenizer is not None:
+        tokenizer("")  # forgets the padding and truncation of the last call, which would be saved as well
+        tokenizer.save_pretrained(folder)
+
+
+def snippet(model: PreTrainedModel, folder: str) -> str:
+    """Returns code that runs a model of CTranslate2 with its settings of generation."""
+    from hf_transformer_block.export_ctranslate2 import generation_options
+
+    options, left_out = generation_options(model)
+    options = "".join(f", {name}={value!r}" for name, value in options.items())
+    without = f"\n\nsettings of generation which this leaves out: {', '.join(left_out)}" if left_out else ""
+    code = TRANSLATOR if model.config.is_encoder_decoder else GENERATOR
+    return code.format(folder=folder, options=options) + without
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Exports, one line of report for each stage."""
+    folder = Path(arguments.output_dir).resolve()
+    require_free(folder)
+    missing = [name for name in NEEDED[arguments.format] if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f'--format {arguments.format} needs {missing[0]}: pip install "hf_transformer_block[export]"'
+        )
+    model = load_model(arguments.model)
+    size = megabytes(*(weight.nbytes for weight in model.parameters()))
+    print(f"model: {type(model).__name__}, {model.num_parameters():,} parameters, {size} in float32")
+    tokenizer = load_tokenizer(arguments.model)
+    if tokenizer is None and arguments.format == "ctranslate2":
+        raise ValueError(
+            f"{arguments.model} has no tokenizer, and a model of ctranslate2 reads and writes its tokens: "
+            f"tokenizer.save_pretrained({arguments.model!r})"
+        )
+    print("tokenizer: none" if tokenizer is None else f"tokenizer: {len(tokenizer):,} tokens")
+    with written_whole(folder) as written:
+        if arguments.format == "onnx":
+            export_to_onnx(model, tokenizer, written)
+        else:
+            export_to_ctranslate2(model, tokenizer, written, arguments.quantization or "float32")
+    print(f"saved: {arguments.output_dir}, {describe_files(folder)}; ", end="")
+    if arguments.format == "onnx":
+        print("docs/serving.md has code that runs it")
+    else:
+        print(f"run it with\n{snippet(model, arguments.output_dir)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", metavar="MODEL", help="Folder, or id on the Hub.")
+    parser.add_argument(
+        "output_dir", metavar="OUTPUT_DIR", help="Folder to make; an existing one must be empty."
+    )
+    parser.add_argument("--format", required=True, choices=NEEDED, help="What shall run it.")
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="How ctranslate2 stores the weights: float32 (the default); float16 or bfloat16, half the size, "
+        "for GPUs; int8, a quarter of it, the fastest on CPUs, and its texts differ here and there.",
+    )
+    arguments = parser.parse_args()
+    if arguments.quantization and arguments.format == "onnx":
+        parser.error(
+            f"--quantization {arguments.quantization} is for --format ctranslate2: export without it, then "
+            f"onnxruntime.quantization.quantize_dynamic makes an int8 file of the float32 one"
+        )
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        run(arguments)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"export.py: {' '.join(str(error).split())}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("export.py: interrupted, nothing is written") from None
+
+
+if __name__ == "__main__":
+    main()
