@@ -273,12 +273,14 @@ def save_spec(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder
     spec.save(str(folder))
 
 
-def draw_rows(config: TransformerBlockConfig) -> list[torch.Tensor]:
+def draw_rows(config: TransformerBlockConfig, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
     """Returns random tokens of eight lengths, the same ones every time."""
     generator = torch.Generator().manual_seed(0)
     longest = max(1, min(20, config.max_position_embeddings // 2))
     lengths = [1 + number * (longest - 1) // 7 for number in range(8)]
-    return [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
+    # a source of special tokens alone is empty for CTranslate2, and so is its translation
+    ordinary = torch.tensor(sorted(set(range(config.vocab_size)) - set(tokenizer.all_special_ids)))
+    return [ordinary[torch.randint(len(ordinary), (length,), generator=generator)] for length in lengths]
 
 
 @torch.no_grad()
@@ -338,7 +340,7 @@ def compare(
     """Compares an exported model with the original on random tokens: log-probabilities, greedy texts."""
     config, end = model.config, end_token_id(model)
     names = list_tokens(tokenizer, config.vocab_size)
-    rows = draw_rows(config)
+    rows = draw_rows(config, tokenizer)
     texts = [[names[number] for number in row.tolist()] for row in rows]
     length = max(1, min(24, config.max_position_embeddings // 2 - 1))
     options = {"device": "cpu", "compute_type": COMPUTE_TYPES[stored]}
@@ -360,7 +362,7 @@ def generation_options(model: PreTrainedModel) -> tuple[dict[str, Any], list[str
     """
     Returns a model's settings of generation as CTranslate2's arguments, and the names of those that it lacks.
 
-    They are no part of an exported model: every call takes them.
+    They are no part of an exported model: every call takes them. There is always a greatest length.
     """
     settings = {
         name: value
@@ -368,14 +370,12 @@ def generation_options(model: PreTrainedModel) -> tuple[dict[str, Any], list[str
         if name not in NO_OPTIONS and value is not None
     }
     options = {OPTIONS[name]: settings.pop(name) for name in OPTIONS if name in settings}
-    if model.config.is_encoder_decoder:
-        if "max_length" in settings:
-            options["max_decoding_length"] = settings.pop("max_length") - 1  # it counts the first token
-        if "max_new_tokens" in settings:
-            options["max_decoding_length"] = settings.pop("max_new_tokens")
-    elif "max_new_tokens" in settings:
-        options["max_length"] = settings.pop("max_new_tokens")
-    return options, sorted(settings)
+    # CTranslate2's own limit may be beyond the last position, where it fails
+    longest = min(128, model.config.max_position_embeddings // 2)
+    if model.config.is_encoder_decoder and "max_length" in settings:
+        longest = settings.pop("max_length") - 1  # it counts the first token
+    name = "max_decoding_length" if model.config.is_encoder_decoder else "max_length"
+    return options | {name: settings.pop("max_new_tokens", longest)}, sorted(settings)
 
 
 def export(

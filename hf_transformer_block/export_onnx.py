@@ -7,6 +7,7 @@ is no cache of keys and values: a graph that writes takes the whole text again f
 Letters in shapes: B batch, L target length, S source length, D hidden.
 """
 
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import onnxruntime
 import torch
 from torch import nn
 from torch.export import Dim
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .convert import TOLERANCE
 from .modeling_hf_transformer_block import TransformerBlockForQuestionAnswering, TransformerBlockModel
@@ -158,11 +159,24 @@ def compare(graph: StackGraph, model: PreTrainedModel, file: Path) -> Comparison
     return Comparison(difference, largest)
 
 
-def export(model: PreTrainedModel, folder: Path) -> dict[str, Comparison]:
+def write_config(model: PreTrainedModel, file: Path) -> None:
+    """Writes labels, special tokens and sizes, for whoever reads them; no code of ours stands beside them."""
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "auto_map", "custom_pipelines", "model_type"):
+        config.pop(name, None)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False), encoding="utf-8")
+
+
+def export(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> dict[str, Comparison]:
     """
     Writes model.onnx, or encoder.onnx and decoder.onnx, into a folder; returns how equal each file is.
 
-    `model` is in float32, of any class of the family.
+    Args:
+        model: in float32, for evaluation, of any class of the family.
+        tokenizer: saved along, with config.json.
+        folder: an empty one.
 
     Raises:
         ValueError: the model cannot become a graph, or onnxruntime got other numbers.
@@ -173,7 +187,7 @@ def export(model: PreTrainedModel, folder: Path) -> dict[str, Comparison]:
     else:
         graphs = {"model.onnx": StackGraph(model)}
     backend = model.config._attn_implementation
-    model.eval().set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa")
     comparisons = {}
     for name, graph in graphs.items():
         write_graph(graph, model, folder / name)
@@ -184,4 +198,8 @@ def export(model: PreTrainedModel, folder: Path) -> dict[str, Comparison]:
                 f"{found.difference:.3g}, where the largest is {found.largest:.3g}; try another version"
             )
     model.set_attn_implementation(backend)
+    write_config(model, folder / "config.json")
+    if tokenizer is not None:
+        tokenizer("")  # forgets the padding and truncation of the last call, which would be saved as well
+        tokenizer.save_pretrained(folder)
     return comparisons

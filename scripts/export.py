@@ -106,15 +106,11 @@ def export_to_onnx(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     from hf_transformer_block.export_onnx import export
 
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision, which nothing here uses
-    for name, found in export(model, folder).items():
+    for name, found in export(model, tokenizer, folder).items():
         print(
             f"checked {name}: in other shapes than the traced one, values differ by up to "
             f"{found.difference:.2g} (the largest is {found.largest:.3g})"
         )
-    model.config.to_json_file(folder / "config.json")  # labels and special tokens, for whoever reads them
-    if tokenizer is not None:
-        tokenizer("")  # forgets the padding and truncation of the last call, which would be saved as well
-        tokenizer.save_pretrained(folder)
 
 
 def snippet(model: PreTrainedModel, folder: str) -> str:
