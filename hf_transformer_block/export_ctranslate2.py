@@ -43,14 +43,9 @@ COMPUTE_TYPES = {"float32": "float32", "float16": "float32", "bfloat16": "float3
 ACTIVATIONS = {
     "relu": Activation.RELU,
     "gelu": Activation.GELU,
-    "gelu_new": Activation.GELUTanh,
-    "gelu_pytorch_tanh": Activation.GELUTanh,
-    "gelu_fast": Activation.GELUTanh,
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), Activation.GELUTanh),
     "quick_gelu": Activation.GELUSigmoid,
-    "silu": Activation.SWISH,
-    "swish": Activation.SWISH,
-    "tanh": Activation.Tanh,
-    "sigmoid": Activation.Sigmoid,
+    **dict.fromkeys(("silu", "swish"), Activation.SWISH),
 }
 ROPE_FIELDS = {"rope_type", "rope_theta", "factor", "partial_rotary_factor"}
 # settings of generation in transformers' words and in those of CTranslate2
@@ -73,9 +68,8 @@ class Comparison:
 
     Attributes:
         sequences: how many were continued greedily.
-        equal: how many of them came out token by token the same.
-        difference: largest difference of log-probabilities.
-        largest: largest of these, without sign.
+        equal: how many of these came out the same, token by token.
+        difference, largest: of the log-probabilities, without sign.
     """
 
     sequences: int
@@ -309,10 +303,11 @@ def score(model: PreTrainedModel, row: torch.Tensor, end: int) -> torch.Tensor:
 
 
 def run_translator(
-    folder: Path, texts: list[list[str]], length: int, **options: Any
+    folder: Path, texts: list[list[str]], length: int, compute_type: str
 ) -> tuple[list[torch.Tensor], list[list[str]]]:
     """Returns what `score` and `write_greedily` do, in tokens, by an exported encoder-decoder."""
-    translator = ctranslate2.Translator(str(folder), **options)
+    threads = torch.get_num_threads()
+    translator = ctranslate2.Translator(str(folder), compute_type=compute_type, intra_threads=threads)
     scores = [torch.tensor(result.log_probs) for result in translator.score_batch(texts, texts)]
     results = translator.translate_batch(
         texts, beam_size=1, max_decoding_length=length, min_decoding_length=0
@@ -321,10 +316,11 @@ def run_translator(
 
 
 def run_generator(
-    folder: Path, texts: list[list[str]], length: int, **options: Any
+    folder: Path, texts: list[list[str]], length: int, compute_type: str
 ) -> tuple[list[torch.Tensor], list[list[str]]]:
     """Returns what `score` and `write_greedily` do, in tokens, by an exported decoder."""
-    generator = ctranslate2.Generator(str(folder), **options)
+    threads = torch.get_num_threads()
+    generator = ctranslate2.Generator(str(folder), compute_type=compute_type, intra_threads=threads)
     padded = torch.from_numpy(np.array(generator.forward_batch(texts, return_log_probs=True)))
     scores = [row[: len(text)] for row, text in zip(padded, texts, strict=True)]
     # in a batch, prompts of unequal lengths would come back with their last tokens
@@ -343,27 +339,20 @@ def compare(
     rows = draw_rows(config, tokenizer)
     texts = [[names[number] for number in row.tolist()] for row in rows]
     length = max(1, min(24, config.max_position_embeddings // 2 - 1))
-    options = {"device": "cpu", "compute_type": COMPUTE_TYPES[stored]}
-    options |= {"intra_threads": torch.get_num_threads()}
     run = run_translator if config.is_encoder_decoder else run_generator
-    scores, written = run(folder, texts, length, **options)
+    scores, written = run(folder, texts, length, COMPUTE_TYPES[stored])
     ours = [score(model, row, end) for row in rows]
-    continued = [write_greedily(model, row, length, end) for row in rows]
-    pairs = list(zip(continued, written, strict=True))
+    continued = [[names[number] for number in write_greedily(model, row, length, end)] for row in rows]
     return Comparison(
-        sequences=len(pairs),
-        equal=sum([names[number] for number in mine] == theirs for mine, theirs in pairs),
+        sequences=len(rows),
+        equal=sum(mine == theirs for mine, theirs in zip(continued, written, strict=True)),
         difference=max(float((mine - theirs).abs().max()) for mine, theirs in zip(ours, scores, strict=True)),
         largest=max(float(mine.abs().max()) for mine in ours),
     )
 
 
 def generation_options(model: PreTrainedModel) -> tuple[dict[str, Any], list[str]]:
-    """
-    Returns a model's settings of generation as CTranslate2's arguments, and the names of those that it lacks.
-
-    They are no part of an exported model: every call takes them. There is always a greatest length.
-    """
+    """Returns settings of generation, and a length, as CTranslate2's arguments; and the names of the others."""
     settings = {
         name: value
         for name, value in model.generation_config.to_diff_dict().items()

@@ -190,7 +190,13 @@ def export(
     model.set_attn_implementation("sdpa")
     comparisons = {}
     for name, graph in graphs.items():
-        write_graph(graph, model, folder / name)
+        try:
+            write_graph(graph, model, folder / name)
+        except torch.onnx.OnnxExporterError as error:
+            reason = str(error.__cause__ or error).split("\n")[0]
+            raise ValueError(
+                f"torch {torch.__version__} cannot make {name} of this model: {reason}"
+            ) from error
         found = comparisons[name] = compare(graph, model, folder / name)
         if not found.difference <= TOLERANCE * found.largest:
             raise ValueError(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_config, tiny_preset, tiny_tokenizer
+from sources import SOURCES, build
 from tiny import writer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -17,6 +18,7 @@ from hf_transformer_block import (
     TransformerBlockForMaskedLM,
     TransformerBlockForSequenceClassification,
 )
+from hf_transformer_block.convert import convert
 from hf_transformer_block.vocabulary import train_tokenizer
 
 
@@ -118,6 +120,13 @@ def test_every_axis_of_the_configuration(head, preset, fields, tmp_path):
     assert write_exported(tmp_path, head is PAIR, tokenizer, texts, 12) == written
     assert len(set(written)) > 3
     assert len(set(" ".join(written).split())) > 4
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_what_was_converted_can_be_exported(kind, tmp_path):
+    model = convert(build(kind))
+    found = export(model, tiny_tokenizer(), tmp_path)["float32"]
+    assert (found.equal, found.sequences) == (8, 8)
 
 
 def test_decoders_of_another_depth(tmp_path):

@@ -130,6 +130,17 @@ def test_rotations_that_change_with_the_length_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_torch_cannot_trace_is_refused_in_one_line(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise torch.onnx.OnnxExporterError("Failed to export\nbecause") from TypeError(
+            "no such operator\nhere"
+        )
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(ValueError, match=r"cannot make model.onnx of this model: no such operator$"):
+        export(build(TransformerBlockForCausalLM, "decoder", "modern"), None, tmp_path)
+
+
 def test_the_folder_of_a_reader(tmp_path, monkeypatch):
     model = TransformerBlockForQuestionAnswering(tiny_config("encoder", id2label={0: "no", 1: "yes"}))
     model.eval().set_attn_implementation("eager")
