@@ -352,7 +352,7 @@ def compare(
 
 
 def generation_options(model: PreTrainedModel) -> tuple[dict[str, Any], list[str]]:
-    """Returns settings of generation, and a length, as CTranslate2's arguments; and the names of the others."""
+    """Returns settings of generation, and a length, as CTranslate2's arguments; and the others' names."""
     settings = {
         name: value
         for name, value in model.generation_config.to_diff_dict().items()
