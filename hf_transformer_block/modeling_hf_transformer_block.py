@@ -64,6 +64,13 @@ def takes_either_cache_name(forward: Callable) -> Callable:
     """Lets a forward with an argument `cache` be called with `past_key_values` as well."""
     if CACHE == "cache":
         return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
+    return takes_installed_cache_name(forward)
+
+
+def takes_installed_cache_name(forward: Callable) -> Callable:
+    """Lets a forward with an argument `cache` be called by the installed library, by whatever name it has."""
+    if CACHE == "cache":
+        return forward
 
     @wraps(forward)
     def renaming(*args, **kwargs):
@@ -110,6 +117,8 @@ class TransformerBlockRotaryEmbedding(nn.Module):
     """
     Returns the cosines and sines that rotate queries and keys, (B, L, K) each, in `hidden_states`' dtype.
 
+    The first half of the sines is negative, for `rotate`.
+
     Source: RoFormer, arXiv 2104.09864; scaling variants: `transformers.modeling_rope_utils`. The class and
     buffer names are those by which transformers refills the buffers after loading.
     """
@@ -139,23 +148,78 @@ class TransformerBlockRotaryEmbedding(nn.Module):
         self, hidden_states: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.to(hidden_states.device, torch.float32)
-        angles = torch.cat([angles, angles], dim=-1)  # (B, L, K/2) -> (B, L, K)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        sin = torch.cat([-sin, sin], dim=-1)
+        cos = torch.cat([cos, cos], dim=-1)  # (B, L, R/2) -> (B, L, R)
         return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2."""
+    """
+    Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2.
+
+    `cos` and `sin` are (B, L, R); the first half of `sin` is negative, as the rotary embedding returns it.
+    """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, L, R) -> (B, 1, L, R)
-    rotated, kept = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([rotated, kept], dim=-1) if kept.shape[-1] else rotated
+    size = cos.shape[-1]
+    if size == states.shape[-1]:
+        return states * cos + states.roll(size // 2, -1) * sin
+    rotated, kept = states.split([size, states.shape[-1] - size], dim=-1)
+    return torch.cat([rotated * cos + rotated.roll(size // 2, -1) * sin, kept], dim=-1)
+
+
+class RootMeanSquareNorm(torch.autograd.Function):
+    """
+    x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467) of (..., D), with a gradient that is fast on a CPU.
+
+    It keeps the input alone, as the residual stream does anyway; torch's keeps several tensors of its size.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(hidden_states, weight.shape, weight, eps)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.eps = inputs[2]
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        hidden_states, weight = ctx.saved_tensors
+        squares = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True).square()
+        scale = (squares / weight.shape[0] + ctx.eps).rsqrt()
+        normed = hidden_states * scale
+        by_weight = grad * normed
+        along = (by_weight @ weight).unsqueeze(-1) / -weight.shape[0]
+        weight_grad = by_weight.reshape(-1, weight.shape[0]).sum(0)
+        return torch.addcmul(grad * weight, normed, along) * scale, weight_grad, None
+
+
+class TransformerBlockRMSNorm(nn.RMSNorm):
+    """nn.RMSNorm with a faster gradient on a CPU."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if (
+            hidden_states.requires_grad
+            and is_plain(hidden_states)
+            and hidden_states.dtype == self.weight.dtype
+        ):
+            return RootMeanSquareNorm.apply(hidden_states, self.weight, self.eps)
+        return super().forward(hidden_states)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is an ordinary one on a CPU, and no compiler or tracer looks on."""
+    is_seen = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not is_seen
 
 
 def build_norm(config: TransformerBlockConfig, size: int) -> nn.Module:
     """Returns the norm of the configuration over the last `size` features; torch computes both in float32."""
-    norm = nn.RMSNorm if config.norm_type == "rms_norm" else nn.LayerNorm
+    norm = TransformerBlockRMSNorm if config.norm_type == "rms_norm" else nn.LayerNorm
     return norm(size, eps=config.norm_eps)
 
 
@@ -190,6 +254,34 @@ def eager_attention_forward(
         probabilities = scores.softmax(dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
     probabilities = F.dropout(probabilities.to(query.dtype), p=dropout, training=module.training)
     return torch.matmul(probabilities, value).transpose(1, 2).contiguous(), probabilities
+
+
+def is_bare(layer: nn.Module) -> bool:
+    """Returns False for a layer that a tool has wrapped, replaced, hooked or sharded: it must be called."""
+    is_linear = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
+    return is_linear and not (layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer))
+
+
+def is_half_on_cpu(*tensors: torch.Tensor) -> bool:
+    """Returns whether a CPU is going to compute in half precision."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return False
+    halves = (torch.bfloat16, torch.float16)
+    return torch.is_autocast_enabled("cpu") or any(tensor.dtype in halves for tensor in tensors)
+
+
+def project(inputs: torch.Tensor, *layers: nn.Linear) -> tuple[torch.Tensor, ...]:
+    """
+    Returns what linear layers make of one input (..., I): in training by one product with all their weights.
+
+    The weights stay those of the layers, whom tools and checkpoints know. For inference they would be copied
+    for nothing: the product of a few tokens costs less than that.
+    """
+    if not layers[0].training or not all(map(is_bare, layers)):
+        return tuple(layer(inputs) for layer in layers)
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    outputs = F.linear(inputs, torch.cat([layer.weight for layer in layers]), bias)
+    return outputs.split([layer.out_features for layer in layers], dim=-1)
 
 
 class TransformerBlockAttention(nn.Module):
@@ -228,12 +320,39 @@ class TransformerBlockAttention(nn.Module):
         self.q_norm = build_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = build_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
 
-    def heads(self, projection: nn.Linear, states: torch.Tensor) -> torch.Tensor:
-        """Projects and splits into heads: (B, L, D) -> (B, L, H, K)."""
+    def heads(self, states: torch.Tensor, *projections: nn.Linear) -> list[torch.Tensor]:
+        """Projects and splits into heads: (B, L, D) -> (B, L, H, K) by each of the projections."""
         shape = (*states.shape[:-1], -1, self.head_dim)
-        return projection(states.view(shape)) if self.shares_projection else projection(states).view(shape)
+        states = states.view(shape) if self.shares_projection else states
+        return [projected.view(shape) for projected in project(states, *projections)]
 
-    @takes_either_cache_name
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        output_attentions: bool,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the attention (B, L, H, K) by the chosen backend, and the probabilities if it has them."""
+        backend = "eager" if output_attentions else self.config._attn_implementation
+        interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if backend != "sdpa" or not self.training or not is_half_on_cpu(query, value):
+            return interface(
+                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+        # for 16 tokens the backward pass of torch's kernel takes 15 times as long in bfloat16, for 128 thrice
+        query, key, value = query.float(), key.float(), value.float()
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask = attention_mask.float()
+        with torch.autocast("cpu", enabled=False):
+            return interface(
+                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+
+    @takes_installed_cache_name
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -245,40 +364,30 @@ class TransformerBlockAttention(nn.Module):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         is_cross_attention = key_value_states is not None
-        # (B, L, H, K) -> (B, H, L, K)
-        query = self.q_norm(self.heads(self.q_proj, hidden_states)).transpose(1, 2)
         is_cached = False
         if isinstance(cache, EncoderDecoderCache):
             is_cached = is_cross_attention and cache.is_updated.get(self.layer_idx, False)
             if is_cross_attention:
                 cache.is_updated[self.layer_idx] = True
             cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
-        if is_cached:  # the source does not change while the target grows
+        if not is_cross_attention:
+            query, key, value = self.heads(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+        else:
+            (query,) = self.heads(hidden_states, self.q_proj)
+            if not is_cached:  # the source does not change while the target grows
+                key, value = self.heads(key_value_states, self.k_proj, self.v_proj)
+        query = self.q_norm(query).transpose(1, 2)  # (B, L, H, K) -> (B, H, L, K)
+        if is_cached:
             key, value = read_cache(cache, self.layer_idx)
         else:
-            source = key_value_states if is_cross_attention else hidden_states
-            key = self.k_norm(self.heads(self.k_proj, source)).transpose(1, 2)
-            value = self.heads(self.v_proj, source).transpose(1, 2)
+            key, value = self.k_norm(key).transpose(1, 2), value.transpose(1, 2)
         if position_embeddings is not None:
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if cache is not None and not is_cached:
             key, value = update_cache(cache, key, value, self.layer_idx, kwargs)
-
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            "eager" if output_attentions else self.config._attn_implementation, eager_attention_forward
-        )
-        attention, probabilities = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        attention, probabilities = self.attend(query, key, value, attention_mask, output_attentions, **kwargs)
         attention = attention.reshape(*hidden_states.shape[:-1], -1)  # (B, L, H, K) -> (B, L, H * K)
-        return self.o_proj(attention), probabilities
+        return self.o_proj(attention.to(hidden_states.dtype)), probabilities
 
 
 class TransformerBlockMLP(nn.Module):
@@ -295,7 +404,8 @@ class TransformerBlockMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.is_gated:
-            return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+            gate, up = project(hidden_states, self.gate_proj, self.up_proj)
+            return self.down_proj(self.act_fn(gate) * up)
         return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
 
 
@@ -307,9 +417,10 @@ class TransformerBlockDropout(nn.Dropout):
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return hidden_states
         dropped = round(256 * self.p)
-        is_plain = type(hidden_states) is torch.Tensor and hidden_states.device.type == "cpu"
-        if not self.training or not is_plain or dropped in (0, 256) or torch.compiler.is_compiling():
+        if dropped in (0, 256) or not is_plain(hidden_states):
             return super().forward(hidden_states)
         words = torch.randint(-(2**63), 2**63 - 1, (hidden_states.numel() // 8 + 1,), device="cpu")
         is_kept = words.view(torch.uint8)[: hidden_states.numel()].view(hidden_states.shape) >= dropped
@@ -358,7 +469,7 @@ class TransformerBlock(GradientCheckpointingLayer):
             return norm(hidden_states + self.dropout(update))
         return self.dropout(norm(hidden_states + update))
 
-    @takes_either_cache_name
+    @takes_installed_cache_name
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -926,6 +1037,34 @@ def cross_entropy(
     return total / count_labels(labels, num_items_in_batch)
 
 
+def cross_entropy_gradient_(
+    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float
+) -> torch.Tensor:
+    """
+    Turns logits (N, V) into softmax - (1 - smoothing) * one-hot in place; returns the losses (N,), float32.
+
+    Rows without a label become 0. Smoothing's share of both that is the same for every word is left out. On a
+    CPU a few rows at a time, for its cache holds them through all the steps.
+    """
+    few = max(1, 2**18 // logits.shape[1]) if logits.device.type == "cpu" else logits.shape[0]
+    is_real = (labels != -100).unsqueeze(1)
+    targets = labels.unsqueeze(1).masked_fill(~is_real, 0)
+    losses = logits.new_empty(labels.shape, dtype=torch.float32)
+    for start in range(0, labels.shape[0], few):
+        rows = slice(start, start + few)
+        target, is_counted = targets[rows], is_real[rows]
+        values = logits[rows].float()
+        wanted = values.gather(1, target)
+        peak = values.amax(dim=-1, keepdim=True)
+        partition = values.sub_(peak).exp_().sum(dim=-1, keepdim=True)
+        loss = (peak + partition.log() - (1.0 - label_smoothing) * wanted) * is_counted
+        losses[rows] = loss.squeeze(1)
+        values.mul_(is_counted / partition).scatter_add_(1, target, is_counted * (label_smoothing - 1.0))
+        if values.dtype != logits.dtype:
+            logits[rows] = values
+    return losses
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
     Output projection and summed cross-entropy in one, chunk by chunk, so that logits (N, V) never exist.
@@ -955,8 +1094,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         total = hidden_states.new_zeros((), dtype=torch.float32)
         is_real = (labels != -100).unsqueeze(1)
-        targets = labels.unsqueeze(1).masked_fill(~is_real, 0)
-        # the mean of a token's logits, for smoothing, is its product with the mean row of the weight
+        # of smoothing's even share, the loss is the product with the mean row, and the gradient has rank one
+        share = label_smoothing * is_real / vocab_size
         mean_row = weight.mean(dim=0, dtype=torch.float32)
         mean_bias = 0.0 if bias is None else bias.mean(dtype=torch.float32)
         # 16 MiB of float32 logits; 256 rows keep products efficient, and half precision can sum 1024
@@ -964,39 +1103,23 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for start in range(0, labels.shape[0], size):
                 rows = slice(start, start + size)
-                hidden, target, is_counted = hidden_states[rows], targets[rows], is_real[rows]
-                logits = F.linear(hidden, weight, bias).float()
-                wanted = logits.gather(1, target)
-                peak = logits.amax(dim=-1, keepdim=True)
-                grad = logits.sub_(peak).exp_()
-                partition = grad.sum(dim=-1, keepdim=True)
-                losses = peak + partition.log() - (1.0 - label_smoothing) * wanted
-                if label_smoothing:
-                    losses -= label_smoothing * (hidden.float() @ mean_row + mean_bias).unsqueeze(1)
-                total += (losses * is_counted).sum()
-                if not any(ctx.needs_input_grad):
-                    continue
-                # softmax - (1 - smoothing) * one-hot, each row times its partition: the small factors of the
-                # products are divided by it, not these (rows, V); "- smoothing / V" has rank one and waits
-                grad.scatter_add_(1, target, partition * (label_smoothing - 1.0))
-                scale = is_counted / partition
+                hidden = hidden_states[rows]
+                grad = F.linear(hidden, weight, bias)
+                total += cross_entropy_gradient_(grad, labels[rows], label_smoothing).sum()
                 if wants_bias:
-                    bias_grad += (grad.t() @ scale).squeeze(1)
-                if dtype != torch.float32:  # its range may be too small for the partition
-                    grad = torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
-                    scale = is_counted
+                    bias_grad += grad.sum(0, dtype=torch.float32)
                 if wants_hidden:
-                    hidden_grad[rows] = (grad @ weight) * scale - is_counted * (label_smoothing * mean_row)
+                    hidden_grad[rows] = grad @ weight - share[rows] * vocab_size * mean_row
                 if wants_weight and dtype == torch.float32:
-                    weight_grad.addmm_(grad.t(), hidden * scale)
+                    weight_grad.addmm_(grad.t(), hidden)
                 elif wants_weight:
                     weight_grad += grad.t() @ hidden
-        if label_smoothing and wants_weight:
-            weight_grad -= (
-                label_smoothing / vocab_size * (hidden_states * is_real).sum(0, dtype=torch.float32)
-            )
-        if label_smoothing and wants_bias:
-            bias_grad -= label_smoothing / vocab_size * is_real.sum()
+        if label_smoothing:
+            total -= (share * (hidden_states.float() @ mean_row + mean_bias).unsqueeze(1)).sum() * vocab_size
+            if wants_weight:
+                weight_grad -= (share * hidden_states).sum(0, dtype=torch.float32)
+            if wants_bias:
+                bias_grad -= share.sum()
         ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         return total
 
@@ -1008,12 +1131,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return *grads, None, None
-
-
-def is_bare(head: nn.Module) -> bool:
-    """Returns False for a head that a tool has wrapped, replaced, hooked or sharded: it must be called."""
-    is_linear = type(head) is nn.Linear and type(head.weight) is nn.Parameter
-    return is_linear and not head._forward_pre_hooks and not head._forward_hooks
 
 
 class TransformerBlockLMMixin:

@@ -1,0 +1,131 @@
+"""Tests of what the model does in a faster way, against the plain way: gradients, products, precisions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny_config, tiny_inputs, tiny_labels, tiny_tokens
+from torch import nn
+from torch.testing import assert_close
+
+from hf_transformer_block import TransformerBlockForCausalLM, TransformerBlockForConditionalGeneration
+from hf_transformer_block import modeling_hf_transformer_block as modeling
+
+
+MODERN = {
+    "block_style": "pre_norm",
+    "norm_type": "rms_norm",
+    "gated_mlp": True,
+    "position_embedding": "rotary",
+}
+
+
+def test_the_gradient_of_the_norm_is_torchs():
+    states = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(modeling.RootMeanSquareNorm.apply, (states, weight, 1e-5))
+    assert torch.autograd.gradgradcheck(modeling.RootMeanSquareNorm.apply, (states, weight, 1e-5))
+    norm = modeling.TransformerBlockRMSNorm(8, eps=1e-5).double()
+    torch.nn.init.normal_(norm.weight)
+    ours = torch.autograd.grad(norm(states).sin().sum(), [states, norm.weight])
+    theirs = torch.autograd.grad(
+        F.rms_norm(states, (8,), norm.weight, 1e-5).sin().sum(), [states, norm.weight]
+    )
+    assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert norm(states).grad_fn.name() == "RootMeanSquareNormBackward"
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e12])
+def test_the_gradient_of_the_norm_at_the_ends_of_float32(scale):
+    states = (torch.randn(4, 16) * scale).requires_grad_()
+    weight = torch.randn(16, requires_grad=True)
+    grad = torch.randn(4, 16)
+    ours = torch.autograd.grad(
+        modeling.RootMeanSquareNorm.apply(states, weight, 1e-5), [states, weight], grad
+    )
+    exact = [tensor.detach().double().requires_grad_() for tensor in (states, weight)]
+    theirs = torch.autograd.grad(F.rms_norm(exact[0], (16,), exact[1], 1e-5), exact, grad.double())
+    assert all(tensor.isfinite().all() for tensor in ours)
+    for mine, truth in zip(ours, theirs, strict=True):
+        assert_close(mine.double(), truth, rtol=1e-4, atol=float(truth.abs().max()) * 1e-5)
+
+
+def test_the_norm_takes_gradients_of_single_examples():
+    norm = modeling.TransformerBlockRMSNorm(8, eps=1e-5)
+    states = torch.randn(5, 8)
+
+    def loss(weight: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return modeling.RootMeanSquareNorm.apply(state, weight, 1e-5).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(norm.weight, states)
+    assert_close(each, torch.stack([torch.func.grad(loss)(norm.weight, state) for state in states]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_that_read_one_input_are_one_product_in_training(bias):
+    layers = [nn.Linear(6, size, bias=bias) for size in (6, 2, 4)]
+    inputs = torch.randn(2, 3, 6)
+    products = []
+    linear = F.linear
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", lambda *args: products.append(1) or linear(*args))
+        joined = modeling.project(inputs, *layers)
+        assert len(products) == 1
+        for layer in layers:
+            layer.eval()
+        apart = modeling.project(inputs, *layers)
+        assert len(products) == 4
+    assert_close(joined, apart)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    grads = [
+        torch.autograd.grad(sum(output.sin().sum() for output in outputs), parameters)
+        for outputs in (joined, apart)
+    ]
+    assert_close(*grads)
+
+
+def replace_forward(layer: nn.Linear, calls: list) -> None:
+    """Does what accelerate's offloading does: the class stays, its forward does not."""
+    forward = layer.forward
+    layer.forward = lambda *args: calls.append(1) or forward(*args)
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda layer, calls: layer.register_forward_hook(lambda *args: calls.append(1)),
+        lambda layer, calls: layer.register_forward_pre_hook(lambda *args: calls.append(1)),
+        replace_forward,
+    ],
+    ids=["hook", "pre-hook", "forward"],
+)
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.up_proj"])
+def test_a_layer_that_a_tool_has_changed_is_called(name, meddle):
+    model = TransformerBlockForCausalLM(tiny_config("decoder", **MODERN)).train()
+    calls, ids = [], tiny_tokens(2, 5)
+    meddle(model.model.layers[0].get_submodule(name), calls)
+    model(ids, labels=ids).loss.backward()
+    assert calls
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_attention_trains_in_float32_where_the_cpu_computes_in_bfloat16(is_autocast, monkeypatch):
+    seen, attend = [], F.scaled_dot_product_attention
+
+    def watch(query, *args, **kwargs):
+        seen.append((query.dtype, torch.is_autocast_enabled("cpu")))
+        return attend(query, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    model = TransformerBlockForConditionalGeneration(tiny_config("encoder-decoder"))
+    model = model if is_autocast else model.bfloat16()
+    inputs = tiny_inputs(model.config)
+    batch = {**inputs, **tiny_labels(model, inputs)}
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        model.train()(**batch).loss.backward()
+    assert seen
+    assert set(seen) == {(torch.float32, False)}
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    if not is_autocast:
+        seen.clear()
+        model.eval()(**batch)
+        assert {dtype for dtype, _ in seen} == {torch.bfloat16}
