@@ -39,7 +39,7 @@ from hf_transformer_block import (
 )
 
 
-pytest_plugins = ["hub_fixtures"]
+pytest_plugins = ["hub_client", "hub_fixtures"]
 SHAPES = ("encoder", "decoder", "encoder-decoder")
 POSITIONS = ("sinusoidal", "learned", "rotary", "none")
 # every class in every shape that fits it
