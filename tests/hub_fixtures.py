@@ -8,8 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from conftest import tiny_config
 from huggingface_hub import constants, hf_api
 from local_hub import LocalHub
+
+from hf_transformer_block import TransformerBlockModel
 
 
 TOKENS = {"hf_alice": "alice", "hf_bob": "bob", "hf_reader": "alice:read"}
@@ -39,6 +43,14 @@ def hub(
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.setenv(name, "127.0.0.1,localhost")
         yield hub
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with a saved model and no records."""
+    torch.manual_seed(0)
+    TransformerBlockModel(tiny_config("encoder")).save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
 
 
 @pytest.fixture

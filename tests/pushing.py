@@ -1,5 +1,6 @@
 """What the tests of the push share: staged models, and what the local Hub holds afterwards."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,16 @@ def downloaded(hub: LocalHub, revision: str) -> dict[str, bytes]:
 
 def contents(staged: Staged) -> dict[str, bytes]:
     return {name: (staged.folder / name).read_bytes() for name in staged.files}
+
+
+def run_script(monkeypatch, capsys, *words: object) -> tuple[str | None, str]:
+    """Runs scripts/push_to_hub.py here; returns with what it exits, None for success, and what it printed."""
+    monkeypatch.setattr(sys, "argv", ["push_to_hub.py", *map(str, words)])
+    try:
+        runpy.run_path(str(ROOT / "scripts/push_to_hub.py"), run_name="__main__")
+    except SystemExit as error:
+        return error.code, capsys.readouterr().out
+    return None, capsys.readouterr().out
 
 
 def start(hub: LocalHub, folder: Path, *words: object, **environment: str) -> subprocess.CompletedProcess:
