@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from . import __version__
 from .card_checks import as_list, check_card, front_matter, is_number, is_repo_id, metadata_problems
+from .model_files import read_text
 from .tasks import TASKS
 
 
@@ -42,12 +43,12 @@ RESUME = "the training command with --resume writes the records anew"
 def read_record(folder: Path, name: str) -> dict[str, Any]:
     """Returns a file's JSON object; raises ValueError if it is none."""
     try:
-        record = json.loads((folder / name).read_text(encoding="utf-8"))
+        record = json.loads(read_text(folder / name))
     except FileNotFoundError as error:
         raise ValueError(
             f"{folder} has no {name}: give a folder that train.py or save_pretrained wrote"
         ) from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"{folder / name} is no JSON ({error}): {RESUME}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{folder / name} is a JSON {type(record).__name__}, no object: {RESUME}")
@@ -186,7 +187,7 @@ def fill(template: str, values: dict[str, Any]) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters["grouped"] = lambda number: f"{int(number):,}"
+    environment.filters["grouped"] = lambda number: f"{number + 0:,}"  # of a text a TypeError
     environment.filters["python"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(template).render(values)
 
@@ -227,20 +228,26 @@ def render_card(
         values = template_values(folder, config, metrics)
         values |= {"metadata": data.to_yaml(), "card": data, "repo_id": repo_id, "revision": revision}
         return fill(template, values)
-    except (KeyError, jinja2.UndefinedError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, jinja2.TemplateError) as error:
         raise ValueError(
-            f"the card of {folder} needs a value that metrics.json or config.json lacks ({error}): {RESUME}"
+            f"the card of {folder} needs a value that metrics.json or config.json lacks or has in another "
+            f"shape ({error}): {RESUME}"
         ) from error
+
+
+def read_card(folder: Path) -> str:
+    """Returns README.md, without the mark that some editors put first."""
+    return read_text(folder / "README.md").removeprefix("\ufeff")
 
 
 def is_edited(folder: str | Path, template: str) -> bool:
     """Returns whether a folder's README.md is another than `render_card` writes for the folder alone."""
-    file = Path(folder) / "README.md"
-    if not file.exists():
+    folder = Path(folder)
+    if not (folder / "README.md").exists():
         return False
     try:
-        return file.read_text(encoding="utf-8") != render_card(folder, template)
-    except ValueError:  # the records do not say what it was
+        return read_card(folder) != render_card(folder, template)
+    except ValueError:  # it is no text, or the records do not say what it was
         return True
 
 
@@ -252,7 +259,7 @@ def published_card(folder: str | Path, template: str, **options: Any) -> str:
         ValueError: `check_card` finds something, or an option contradicts the edited card.
     """
     if is_edited(folder, template):
-        text = (Path(folder) / "README.md").read_text(encoding="utf-8")
+        text = read_card(Path(folder))
         if options.get("repo_id"):  # what train.py writes for the folder itself
             text = text.replace('model_id = "."', f'model_id = "{options["repo_id"]}"')
         check_card(text, folder)

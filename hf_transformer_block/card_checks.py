@@ -35,14 +35,16 @@ def front_matter(text: str) -> dict[str, Any]:
     """Returns the metadata above a card; raises ValueError if there are none that can be read."""
     match = REGEX_YAML_BLOCK.search(text)
     if match is None:
-        raise ValueError("the card does not begin with metadata: put them first, between two lines of ---")
+        raise ValueError("README.md does not begin with metadata: put them first, between two lines of ---")
     try:
         data = yaml.safe_load(match[2])
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter for a date that there is not
         reason = " ".join(str(error).split())
-        raise ValueError(f"the metadata are no YAML ({reason}): mend that line") from error
+        raise ValueError(f"README.md: the metadata are no YAML ({reason}): mend that line") from error
     if not isinstance(data, dict):
-        raise ValueError(f"the metadata are {data!r}, no lines of 'key: value': write license: mit")
+        raise ValueError(
+            f"README.md: the metadata are {data!r}, no lines of 'key: value': write license: mit"
+        )
     return data
 
 
@@ -70,7 +72,7 @@ def is_number(value: Any) -> bool:
 
 def license_problems(data: dict[str, Any]) -> Iterator[str]:
     for name in as_list(data.get("license")):
-        if name not in LICENSES:
+        if str(name) not in LICENSES:
             yield (
                 f"license {name!r} is not in the Hub's list: take one of it, as apache-2.0 or mit, or "
                 f"other with license_name and license_link"

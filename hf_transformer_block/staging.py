@@ -1,13 +1,11 @@
 """What of a training folder goes to the Hub: a clean copy of the files of a model, and of nothing else."""
 
-import json
-import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from .card import published_card
+from .card import is_edited, published_card
 from .card_checks import front_matter
+from .model_files import read_json, read_text, shaped
 
 
 MODEL_FILES = (
@@ -67,36 +66,27 @@ class Staged:
     files: dict[str, int]  # name -> bytes
     left_out: list[str]  # names in the training folder which stay there
     is_whole: bool = True  # else the model card alone
+    is_edited: bool = False  # README.md differs from what the records give
 
 
-def read_json(file: Path) -> Any:
-    """Returns a file's content; raises ValueError unless it is strict JSON, which has no NaN."""
-
-    def refuse(number: str) -> None:
-        raise ValueError(
-            f"{file} holds {number}, which JSON has no number for: mend the metric, or remove it"
-        )
-
-    def finite(number: str) -> float:
-        return float(number) if math.isfinite(float(number)) else refuse(number)
-
-    try:
-        return json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse, parse_float=finite)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is no JSON ({error}): save the model again") from error
+def modules_of(names: Iterable[Any]) -> set[str]:
+    """Returns the files of the classes in an auto_map, of which an entry may hold several or None."""
+    classes = [name for entry in names for name in (entry if isinstance(entry, list | tuple) else [entry])]
+    # "user/repository--module.Class" is another repository's
+    return {f"{name.split('.')[0]}.py" for name in classes if name and "--" not in name}
 
 
 def users_files(folder: Path, config: dict[str, Any]) -> set[str]:
     """Returns the files of modules which model and tokenizer name, and of those that they import."""
-    named = [*config["auto_map"].values()]
-    named += [entry["impl"] for entry in config.get("custom_pipelines", {}).values()]
+    with shaped(folder / "config.json"):
+        pipelines = [entry["impl"] for entry in config.get("custom_pipelines", {}).values()]
+        modules = modules_of([*config["auto_map"].values(), *pipelines])
     if (file := folder / "tokenizer_config.json").is_file():
-        named += read_json(file).get("auto_map", {}).values()
-    classes = [name for entry in named for name in (entry if isinstance(entry, list | tuple) else [entry])]
-    # "user/repository--module.Class" is another repository's
-    modules = {f"{name.split('.')[0]}.py" for name in classes if name and "--" not in name}
+        with shaped(file):
+            modules |= modules_of(read_json(file).get("auto_map", {}).values())
     for name in sorted(modules):
         if (folder / name).is_file():
+            read_text(folder / name)  # what follows would not name it
             modules |= {Path(file).name for file in get_relative_import_files(folder / name)}
     return modules
 
@@ -109,8 +99,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} holds no config.json: give a folder that train.py or save_pretrained wrote"
         )
     config = read_json(file)
-    if not isinstance(config, dict) or "auto_map" not in config:
-        raise ValueError(f"{file} has no auto_map: only models of this family load by their own code")
+    for name in ("auto_map", "architecture"):
+        if name not in config:
+            raise ValueError(
+                f"{file} has no {name}, so {folder} is not a model of this family: give one that is"
+            )
     return config
 
 
@@ -133,12 +126,17 @@ def strings(node: Any) -> Iterator[str]:
         yield node
 
 
-def check_text(file: Path, text: str) -> None:
-    """Raises ValueError for text that looks like a token or a path of this machine, or is no strict JSON."""
+def check_secrets(file: Path, text: str) -> None:
+    """Raises ValueError, which does not show it, for what looks like a token or a key."""
     for what, pattern in SECRETS.items():
         if found := re.search(pattern, text):
             shown = found[0][:6]
             raise ValueError(f"{file} holds what looks like {what} ({shown}...): remove it, and revoke it")
+
+
+def check_text(file: Path, text: str) -> None:
+    """Raises ValueError for text that looks like a token or a path of this machine, or is no strict JSON."""
+    check_secrets(file, text)
     texts = list(strings(read_json(file))) if file.suffix == ".json" else [text]
     for part in texts:
         found = re.search(HOME, part) or (file.suffix == ".json" and re.fullmatch(WHOLE_PATH, part))
@@ -151,7 +149,8 @@ def check_weights(folder: Path, names: set[str]) -> None:
     index = folder / "model.safetensors.index.json"
     shards = {"model.safetensors"}
     if index.name in names:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        with shaped(index):
+            shards = set(read_json(index)["weight_map"].values())
     elif "model.safetensors" not in names:
         raise ValueError(f"{folder} holds no model.safetensors: let the training finish, or save the model")
     found = {name for name in names if name.endswith(".safetensors")}
@@ -170,20 +169,34 @@ def check_weights(folder: Path, names: set[str]) -> None:
 
 
 def check_file(folder: Path, file: Path) -> None:
-    """Raises ValueError for what is no plain file of the folder, or holds what nobody means to publish."""
+    """Raises ValueError for what is no plain file of the folder."""
     inside = folder.resolve()
     # the library's cache keeps snapshots/COMMIT/name as links to blobs/ beside snapshots/
     roots = (inside, inside.parent.parent / "blobs")
     if not file.is_file() or not any(file.resolve().is_relative_to(root) for root in roots):
         raise ValueError(f"{file} is no plain file of that folder: put the file itself there")
+
+
+def find_files(folder: Path) -> list[Path]:
+    """Returns the files of a model; raises ValueError if one is missing, or one must not be published."""
+    config = read_config(folder)
+    refuse_dangerous(folder)
+    modules = users_files(folder, config)
+    patterns = (*MODEL_FILES, *modules)
+    found = sorted(file for file in folder.iterdir() if any(fnmatch(file.name, name) for name in patterns))
+    names = {file.name for file in found}
+    if missing := sorted(modules - names):
+        raise ValueError(f"{folder} lacks {missing[0]}, which its config.json names: save the model again")
+    for file in found:
+        check_file(folder, file)
+    check_weights(folder, names)
+    return found
+
+
+def check_content(file: Path) -> None:
+    """Raises ValueError for a text that holds what nobody means to publish; the card is checked apart."""
     if file.suffix not in BINARY and file.name not in VOCABULARIES and file.name != "README.md":
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{file} is not UTF-8 ({error.reason} at byte {error.start}): mend it"
-            ) from error
-        check_text(file, text)
+        check_text(file, read_text(file))
 
 
 def copy_file(file: Path, target: Path) -> None:
@@ -211,18 +224,11 @@ def stage(folder: str | Path, target: str | Path, card: str, license_file: Path 
         ValueError: for a folder that lacks something, or holds what is not to be published; it is named.
     """
     folder, target = Path(folder), Path(target)
-    config = read_config(folder)
-    refuse_dangerous(folder)
-    modules = users_files(folder, config)
-    patterns = (*MODEL_FILES, *modules)
-    found = sorted(file for file in folder.iterdir() if any(fnmatch(file.name, name) for name in patterns))
+    found = find_files(folder)
     names = {file.name for file in found}
-    if missing := sorted(modules - names):
-        raise ValueError(f"{folder} lacks {missing[0]}, which its config.json names: save the model again")
-    check_weights(folder, names)
     check_text(folder / "README.md", card)
     for file in found:
-        check_file(folder, file)
+        check_content(file)
         if file.name != "README.md":
             copy_file(file, target / file.name)
     (target / "README.md").write_text(card, encoding="utf-8")
@@ -249,9 +255,12 @@ def staged_model(
     Raises:
         ValueError: something must not be published, or is missing.
     """
-    card = published_card(folder, template.read_text(encoding="utf-8"), **card_options)
+    find_files(folder)  # of a folder that is no model's there is no card
+    text = template.read_text(encoding="utf-8")
+    card = published_card(folder, text, **card_options)
     is_apache = front_matter(card).get("license") == "apache-2.0"
     with tempfile.TemporaryDirectory() as target:
         whole = stage(folder, target, card, license_file if is_apache else None)
-        size = whole.files["README.md"]
-        yield Staged(whole.folder, {"README.md": size}, [], is_whole=False) if card_only else whole
+        whole = replace(whole, is_edited=is_edited(folder, text))
+        only = {"files": {"README.md": whole.files["README.md"]}, "left_out": [], "is_whole": False}
+        yield replace(whole, **only) if card_only else whole

@@ -1,34 +1,36 @@
 """Tests of what goes to the Hub: the files of a model, and nothing that nobody means to publish."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_config
 from safetensors.torch import save_file
+from transformers import BertConfig, BertModel
 
 
 pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_block[train]"')
 
 from hf_transformer_block import TransformerBlockModel
-from hf_transformer_block.staging import Staged, stage
+from hf_transformer_block.staging import Staged, stage, staged_model
 
 
+PROJECT = Path(__file__).parents[1]
 CARD = "---\nlicense: mit\n---\n# A card\n"
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A folder with a saved model."""
-    TransformerBlockModel(tiny_config("encoder")).save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
 
 
 def staged_of(folder: Path, **options) -> Staged:
     target = folder.with_name("staged")
+    shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     return stage(folder, target, CARD, **options)
+
+
+def stage_with_card(folder: Path) -> None:
+    with staged_model(folder, PROJECT / "model_card.md", PROJECT / "LICENSE"):
+        pass
 
 
 def test_a_models_files_are_staged_and_what_else_a_training_leaves_is_not(saved):
@@ -117,6 +119,12 @@ def test_a_users_own_modules_go_along(saved):
         ("chat_template.jinja", "AKIA" + "A" * 16, "an AWS key"),
         ("chat_template.jinja", "-----BEGIN RSA PRIVATE KEY-----", "a private key"),
         ("chat_template.jinja", "see /home/me/x", "path '/home/me/x' of this machine"),
+        ("tokenizer_config.json", '{"auto_map": ["my.Tokenizer"]}', "has not the shape"),
+        ("tokenizer_config.json", "[1]", "is a JSON list, no object"),
+        ("generation_config.json", "[1]", "is a JSON list, no object"),
+        ("model.safetensors.index.json", '{"weight_map": 1}', "has not the shape"),
+        ("config.json", b"\xff{}", "is not UTF-8"),
+        ("config.json", '{"model_type": "bert"}', "is not a model of this family"),
         ("chat_template.jinja", b"\xff\xfe", "is not UTF-8"),
         ("model.safetensors", b"\0" * 40, "is no whole safetensors file"),
         ("model-00001-of-00002.safetensors", b"x", "is not part of the model: delete it"),
@@ -143,6 +151,53 @@ def test_a_text_that_has_slashes_is_no_path(saved):
     text = {"example": "/r/AskReddit is a place", "rate": "1/2", "url": "https://example.com/home/me"}
     (saved / "metrics.json").write_text(json.dumps(text), encoding="utf-8")
     assert "metrics.json" in staged_of(saved).files
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"auto_map": value} for value in (None, [], 3, "my.Model", {"AutoModel": 3}, {"AutoModel": [1]})),
+        *({"custom_pipelines": value} for value in (None, [1], 1, {"translation": 1}, {"translation": {}})),
+    ],
+    ids=str,
+)
+def test_a_configuration_of_another_shape_is_told_by_its_file(saved, values):
+    config = json.loads((saved / "config.json").read_text(encoding="utf-8"))
+    (saved / "config.json").write_text(json.dumps(config | values), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.json has not the shape that save_pretrained gives it"):
+        staged_of(saved)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "metrics.json", "model.safetensors", "README.md", "tokenizer_config.json"]
+)
+def test_a_folder_in_place_of_a_file_is_named(saved, name):
+    (saved / name).unlink(missing_ok=True)
+    (saved / name).mkdir()
+    with pytest.raises(ValueError, match=name):
+        stage_with_card(saved)
+
+
+def test_a_folder_of_another_family_and_a_card_in_another_encoding_are_told_by_name(saved):
+    (saved / "README.md").write_bytes("# Größe".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"README\.md is not UTF-8"):
+        stage_with_card(saved)
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    BertModel(config).save_pretrained(saved)
+    with pytest.raises(ValueError, match="is not a model of this family"):
+        stage_with_card(saved)
+
+
+def test_what_no_push_sends_is_left_out_and_listed(saved, tmp_path):
+    """Names that may hold a secret count at the top alone; what is deeper stays where it is."""
+    (tmp_path / "private.txt").write_text("mine", encoding="utf-8")
+    (saved / "link").symlink_to(tmp_path / "private.txt")
+    (saved / "model.safetensors.tmp").write_bytes(b"half")
+    (saved / "folder").mkdir()
+    (saved / "folder/.env").write_text("x", encoding="utf-8")
+    staged = staged_of(saved)
+    assert staged.left_out == ["folder", "link", "model.safetensors.tmp"]
+    assert not {"folder", "link", "model.safetensors.tmp"} & {file.name for file in staged.folder.rglob("*")}
 
 
 def test_a_link_out_of_the_folder_is_refused(saved, tmp_path):
