@@ -1,5 +1,6 @@
 """What of a training folder goes to the Hub: a clean copy of the files of a model, and of nothing else."""
 
+import json
 import re
 import shutil
 import tempfile
@@ -35,26 +36,34 @@ DANGEROUS = {
     ),
     "an optimizer's or trainer's state": ("optimizer*", "scheduler*", "rng_state*", "trainer_state*"),
     "no part of a model, and may hold secrets": (
-        ".env*",
-        "*.pem",
-        "*.key",
-        "id_rsa*",
-        "id_ed25519*",
-        ".netrc",
-        "token",
-        "stored_tokens",
+        *(".env*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*"),
+        *("id_ed25519*", ".ssh", ".aws", ".netrc", "_netrc", ".pypirc", ".npmrc", "kaggle.json"),
+        *("token", "tokens", "stored_tokens", "*credentials*", "secret", "secret.*", "secrets*"),
+        *("client_secret*", "password*"),
     ),
     "a cache": ("__pycache__", ".cache", "*.pyc", ".ipynb_checkpoints"),
 }
+START = r"(?<![A-Za-z0-9])"  # \b would not see one behind the "Ġ" of byte-level tokens
+PLAIN = r"[^\s:/@\"'<>{}()$*\\\x00-\x1f\x7f-\uffff]+"
 SECRETS = {
-    "a Hugging Face token": r"\b(hf|api_org)_[A-Za-z0-9]{20,}",
-    "a GitHub token": r"\b(gh[opsur]_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9_]{40,})",
-    "an AWS key": r"\bAKIA[0-9A-Z]{16}\b",
-    "an API key": r"\bsk-[A-Za-z0-9_-]{32,}",
+    "a Hugging Face token": START + r"(hf|api_org)_[A-Za-z0-9]{20,}",
+    "a GitHub token": START + r"(gh[opsur]_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9_]{40,})",
+    "a Slack token": START + r"xox[abprs]-[A-Za-z0-9-]{10,}",
+    "an AWS key": START + r"AKIA[0-9A-Z]{16}(?![A-Za-z0-9])",
+    "a Google key": START + r"AIza[A-Za-z0-9_-]{35}",
+    "an API key": START + r"sk-[A-Za-z0-9_-]{32,}",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "an address with a password": rf"[A-Za-z]://{PLAIN}:{PLAIN}@\w",
+    "a key or a password": (
+        r"(?i:(api|secret|access)[_-]?key|client_?secret|(access|auth|api)[_-]?token|passwo?r?d)[\"']?"
+        r"[ \t]*[:= \t][ \t]*[\"']?(?=[A-Za-z+/_-]*[0-9])[A-Za-z0-9+/_-]{20,}"
+    ),
 }
 # a path of somebody's machine: in a text by its beginning, in JSON also as the whole of a string
-HOME = r"(?<![\w.])(/home/|/root/|/Users/|[A-Za-z]:\\+Users\\)[^\s\"'`]*"
+HOME = (
+    r"(?<![\w.])(/home/|/root/|/Users/|[A-Za-z]:\\+Users\\|/(mnt|media|data|scratch|Volumes)/[\w.-]+)"
+    r"[^\s\"'`]*"
+)
 WHOLE_PATH = r"/[\w.-]+(/[\w.-]+)+/?|[A-Za-z]:[\\/]\S+"
 
 
@@ -128,6 +137,7 @@ def strings(node: Any) -> Iterator[str]:
 
 def check_secrets(file: Path, text: str) -> None:
     """Raises ValueError, which does not show it, for what looks like a token or a key."""
+    text = re.sub(r"\\(u[0-9A-Fa-f]{4}|[bfnrt])", " ", text)  # as JSON writes what stands before one
     for what, pattern in SECRETS.items():
         if found := re.search(pattern, text):
             shown = found[0][:6]
@@ -160,12 +170,13 @@ def check_weights(folder: Path, names: set[str]) -> None:
         raise ValueError(f"{folder / extra[0]} is not part of the model: delete it")
     for name in sorted(shards):
         try:
-            with safe_open(folder / name, "pt"):  # reads the header, and compares sizes
-                pass
+            with safe_open(folder / name, "pt") as weights:  # reads the header, and compares sizes
+                about = weights.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{folder / name} is no whole safetensors file ({error}): save it again"
             ) from error
+        check_text(folder / name, json.dumps(about))
 
 
 def check_file(folder: Path, file: Path) -> None:
@@ -194,8 +205,10 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def check_content(file: Path) -> None:
-    """Raises ValueError for a text that holds what nobody means to publish; the card is checked apart."""
-    if file.suffix not in BINARY and file.name not in VOCABULARIES and file.name != "README.md":
+    """Raises ValueError for a file that holds what nobody means to publish, but for numbers and README.md."""
+    if file.name in VOCABULARIES or (file.suffix in BINARY and file.suffix != ".safetensors"):
+        check_secrets(file, file.read_text(encoding="utf-8", errors="replace"))
+    elif file.suffix != ".safetensors" and file.name != "README.md":
         check_text(file, read_text(file))
 
 

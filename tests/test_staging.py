@@ -15,6 +15,7 @@ pytest.importorskip("datasets", reason='runs after pip install "hf_transformer_b
 
 from hf_transformer_block import TransformerBlockModel
 from hf_transformer_block.staging import Staged, stage, staged_model
+from hf_transformer_block.vocabulary import train_tokenizer
 
 
 PROJECT = Path(__file__).parents[1]
@@ -97,7 +98,27 @@ def test_a_users_own_modules_go_along(saved):
         ("optimizer_state", "x", "is an optimizer's or trainer's state"),
         ("training_args.bin", "x", r"training_args\.bin is a pickle"),
         ("weights.PKL", "x", r"weights\.PKL is a pickle"),
-        ("server.key", "x", "may hold secrets"),
+        *(
+            (name, "x", "may hold secrets: move it out")
+            for name in (
+                *(
+                    "server.key",
+                    "prod.env",
+                    ".git-credentials",
+                    "credentials",
+                    "aws_credentials.csv",
+                    ".netrc",
+                ),
+                *(
+                    "secrets.json",
+                    "Secrets.yaml",
+                    "client_secret_1.json",
+                    "id_ecdsa",
+                    "passwords.txt",
+                    ".ssh",
+                ),
+            )
+        ),
         ("metrics.json", '{"bleu": NaN}', "metrics.json holds NaN, which JSON has no number for"),
         ("metrics.json", '{"bleu": -Infinity}', "holds -Infinity"),
         ("metrics.json", '{"bleu": ', "is no JSON"),
@@ -119,6 +140,8 @@ def test_a_users_own_modules_go_along(saved):
         ("chat_template.jinja", "AKIA" + "A" * 16, "an AWS key"),
         ("chat_template.jinja", "-----BEGIN RSA PRIVATE KEY-----", "a private key"),
         ("chat_template.jinja", "see /home/me/x", "path '/home/me/x' of this machine"),
+        ("chat_template.jinja", "rows of /mnt/disk/rows.csv", "path '/mnt/disk/rows.csv' of this machine"),
+        ("metrics.json", '{"note": "see /data/corpus/a.txt"}', "path '/data/corpus/a.txt' of this machine"),
         ("tokenizer_config.json", '{"auto_map": ["my.Tokenizer"]}', "has not the shape"),
         ("tokenizer_config.json", "[1]", "is a JSON list, no object"),
         ("generation_config.json", "[1]", "is a JSON list, no object"),
@@ -151,6 +174,57 @@ def test_a_text_that_has_slashes_is_no_path(saved):
     text = {"example": "/r/AskReddit is a place", "rate": "1/2", "url": "https://example.com/home/me"}
     (saved / "metrics.json").write_text(json.dumps(text), encoding="utf-8")
     assert "metrics.json" in staged_of(saved).files
+
+
+SECRETS = (
+    *("hf_" + "aB3" * 10, "ghp_" + "a1" * 18, "xoxb-" + "1" * 12 + "-abc", "AKIA" + "A1" * 8),
+    *("AIza" + "aB3-_" * 7, "sk-" + "aB3_" * 9, "-----BEGIN OPENSSH PRIVATE KEY-----"),
+    *("https://me:s3cret@example.org/x", "postgres://admin:pass!word@db", "WANDB_API_KEY=" + "0a1b" * 10),
+    *("--api-key " + "0a1b" * 10, "password: " + "x" * 20 + "1"),
+)
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "source.spm")
+
+
+@pytest.mark.parametrize("before", ["\u0120", "\n"])
+@pytest.mark.parametrize("is_ascii", [False, True])
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_secret_is_found_in_every_kind_of_file(saved, secret, before, is_ascii):
+    other = {"notes": f"a {before}{secret} b"}
+    for name in (*VOCABULARIES, "config.json", "chat_template.jinja", "training_curve.png"):
+        kept = (saved / name).read_bytes() if (saved / name).exists() else None
+        config = json.loads((saved / "config.json").read_text(encoding="utf-8"))
+        text = json.dumps(config | other if name == "config.json" else other, ensure_ascii=is_ascii)
+        (saved / name).write_bytes(b"\xff\x00" * name.endswith((".png", ".model")) + text.encode())
+        with pytest.raises(ValueError, match=f"{name} holds what looks like a") as error:
+            staged_of(saved)
+        assert secret[7:] not in str(error.value)
+        (saved / name).unlink() if kept is None else (saved / name).write_bytes(kept)
+    for about in (other, {"wandb_api_key": "0a1b" * 10}):
+        save_file({"a": torch.zeros(1)}, saved / "model.safetensors", metadata=about)
+        with pytest.raises(ValueError, match="model.safetensors holds what looks like a"):
+            staged_of(saved)
+
+
+def test_vocabularies_and_texts_without_secrets_pass(saved):
+    """A byte-level vocabulary of this project's texts and Python's own sources; texts about secrets."""
+    sources = [
+        *PROJECT.rglob("*.md"),
+        *PROJECT.glob("hf_transformer_block/*.py"),
+        *Path(json.__file__).parents[1].glob("*.py"),
+    ]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in sources]
+    assert sum(map(len, texts)) > 4_000_000
+    train_tokenizer(iter(texts), "bpe", 8000, 64, "encoder").save_pretrained(saved)
+    vocabulary = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    assert len(vocabulary) == 8000
+    (saved / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (saved / "chat_template.jinja").write_text(
+        "api_key = os.environ['WANDB_API_KEY'], password: <yours>, token: hf_xxx, a task-sk-learn-like-name, "
+        "https://<user>:<password>@host, https://example.org:80/@me, git+ssh://git@example.org/x, "
+        "https://example.org/data/x, ./data/x, /data and/or /mnt, https://{user}:{token}@host",
+        encoding="utf-8",
+    )
+    assert {"tokenizer.json", "vocab.json", "chat_template.jinja"} < set(staged_of(saved).files)
 
 
 @pytest.mark.parametrize(
