@@ -213,6 +213,8 @@ def check_combinations(parser: HfArgumentParser, arguments: Arguments) -> None:
         parser.error(f"--ema_decay {arguments.ema_decay} must be between 0 and 1, as in 0.999")
     if arguments.report_to and importlib.util.find_spec(arguments.report_to) is None:
         parser.error(f"--report_to {arguments.report_to} is not installed: pip install {arguments.report_to}")
+    if arguments.push_to_hub is not None and not arguments.push_to_hub.strip():
+        parser.error(f"--push_to_hub {arguments.push_to_hub!r} is no repository: write user/name")
     if arguments.resume and arguments.overwrite:
         parser.error("--resume goes on with a run and --overwrite deletes it: give one of them")
     if arguments.train_files and arguments.dataset_name:

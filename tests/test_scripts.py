@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,8 @@ def test_help_teaches_the_flags_with_their_defaults(script, default):
         ("--config FAST", "argument --learning_rate"),
         ("--eval_pairs 0", "--eval_pairs 0 must be at least 1"),
         ("--resume --overwrite", "give one of them"),
+        ("--push_to_hub ''", "--push_to_hub '' is no repository: write user/name"),
+        ("--push_to_hub ' '", "--push_to_hub ' ' is no repository: write user/name"),
     ],
 )
 def test_bad_flags_are_refused_by_name(train_script, arguments, message, tmp_path, monkeypatch, capsys):
@@ -130,7 +133,7 @@ def test_bad_flags_are_refused_by_name(train_script, arguments, message, tmp_pat
     (tmp_path / "fast.yaml").write_text("learning_rate: fast\n")
     for name in ("bad", "fast"):
         arguments = arguments.replace(name.upper(), str(tmp_path / f"{name}.yaml"))
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["train.py", *shlex.split(arguments)])
     with pytest.raises(SystemExit):
         train_script.parse_arguments("", train_script.RECIPES)
     assert message in " ".join(capsys.readouterr().err.split())
