@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its t
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from huggingface_hub import HfApi
 
 
@@ -160,6 +161,18 @@ def write_results(run: Run, data: Data, scores: dict, seconds: int) -> None:
         records.replace_file(folder / "README.md", card.render_card(folder, template))
 
 
+def on_main(accelerator: Accelerator, check: Callable[[], object]) -> None:
+    """Checks in the main process, for which the others wait; raises its ValueError in all of them."""
+    fault = ""
+    if accelerator.is_main_process:
+        try:
+            check()
+        except ValueError as error:
+            fault = str(error)
+    if fault := broadcast_object_list([fault])[0]:
+        raise ValueError(fault)
+
+
 def check_run(arguments: Arguments, accelerator: Accelerator) -> None:
     """Raises ValueError, before any long work, for what cannot work in the end."""
     records.check_engine(accelerator)
@@ -175,8 +188,8 @@ def check_run(arguments: Arguments, accelerator: Accelerator) -> None:
         raise ValueError(
             "--ema_decay needs whole weights, which DeepSpeed keeps to itself: leave it out, or use FSDP2"
         )
-    if arguments.push_to_hub and accelerator.is_main_process:
-        hub.check_access(HfApi(), hub.Place(arguments.push_to_hub))  # not after hours of training
+    if place := arguments.push_to_hub and hub.Place(arguments.push_to_hub):  # not after hours of training
+        on_main(accelerator, lambda: hub.check_access(HfApi(), place))
 
 
 def push(folder: Path, repo_id: str) -> None:
@@ -201,9 +214,7 @@ def start(arguments: Arguments, accelerator: Accelerator) -> tuple[Run, Data]:
         f"({accelerator.distributed_type.value}), {torch.get_num_threads()} threads each, mixed "
         f"precision {accelerator.mixed_precision}"
     )
-    if accelerator.is_main_process:
-        prepare_folder(arguments)
-    accelerator.wait_for_everyone()
+    on_main(accelerator, lambda: prepare_folder(arguments))
     task = build_task(arguments, arguments.task)
     task, tokenizer, splits, data = prepare_data(arguments, accelerator, task)
     run = Run(arguments, accelerator, task, tokenizer, splits)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import struct
 import subprocess
@@ -26,6 +25,7 @@ from pushing import (
     commits,
     downloaded,
     push,
+    run_script,
     staged_model,
     start,
     start_python,
@@ -43,24 +43,6 @@ from hf_transformer_block import (
 from hf_transformer_block.proof import check_same
 from hf_transformer_block.staging import stage
 from hf_transformer_block.vocabulary import train_tokenizer
-
-
-def run_script(monkeypatch, capsys, *words: object) -> tuple[str | None, str]:
-    """Runs scripts/push_to_hub.py here; returns with what it exits, None for success, and what it printed."""
-    monkeypatch.setattr(sys, "argv", ["push_to_hub.py", *map(str, words)])
-    try:
-        runpy.run_path(str(ROOT / "scripts/push_to_hub.py"), run_name="__main__")
-    except SystemExit as error:
-        return error.code, capsys.readouterr().out
-    return None, capsys.readouterr().out
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A folder with a saved model and no records."""
-    torch.manual_seed(0)
-    TransformerBlockModel(tiny_config("encoder")).save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
 
 
 @ONLY_LFS
@@ -320,6 +302,18 @@ def test_a_training_that_cannot_push_does_not_begin(hub, tmp_path):
     assert "train.py: the token of alice may only read" in done.stderr
     assert not (tmp_path / "run/arguments.json").exists()
     assert not api_of(hub).repo_exists(REPOSITORY)
+
+
+@ONLY_LFS
+@pytest.mark.slow
+def test_two_processes_that_cannot_push_both_say_so_and_end(hub, tmp_path):
+    config = str(ROOT / "scripts/accelerate/cpu_ddp.yaml")
+    done = start_training(
+        hub, tmp_path, *("accelerate", "launch", "--config_file", config), HF_TOKEN="hf_reader"
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("train.py: the token of alice may only read") == 2
+    assert "distributed_c10d" not in done.stderr  # as where one waits for the other
 
 
 @ONLY_LFS
