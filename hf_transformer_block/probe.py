@@ -10,6 +10,7 @@ package builds it.
 import importlib
 import json
 import sys
+from typing import Any
 
 import torch
 import transformers
@@ -20,10 +21,35 @@ PACKAGE = "hf_transformer_block"
 TEXT = "A model is what it computes: 1 + 1 = 2, ja?"
 
 
+def check_weights(model: torch.nn.Module, report: dict[str, Any]) -> None:
+    """Raises ValueError, with their names, unless a model's tensors are those of its files, and numbers."""
+    mismatched = [
+        f"{name} {tuple(found)}, not {tuple(wanted)}" for name, found, wanted in report["mismatched_keys"]
+    ]
+    broken = [name for name, tensor in model.named_parameters() if not tensor.isfinite().all()]
+    for what, names in {
+        "lack": report["missing_keys"],
+        "have too much": report["unexpected_keys"],
+        "have another shape than config.json says": mismatched,
+        "hold NaN or infinity": broken,
+    }.items():
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(f"the weights {what}: {shown}")
+
+
+def check_generation(model: torch.nn.Module, ids: torch.Tensor, tokenizer: Any) -> None:
+    """Raises ValueError for settings of a folder with which generation fails, in whatever way."""
+    try:
+        model.generate(ids, max_new_tokens=2, tokenizer=tokenizer)
+    except Exception as error:
+        raise ValueError(f"it cannot generate as its generation_config.json says: {error}") from error
+
+
 def compute(
     model: str, revision: str | None, is_stranger: bool, has_tokenizer: bool
 ) -> dict[str, torch.Tensor]:
-    """Returns the outputs of a model's own head, and the tokens of a text."""
+    """Returns the outputs of a model's own head, and the tokens of a text; generates if the model can."""
     if is_stranger:
         sys.modules[PACKAGE] = None
     else:
@@ -33,20 +59,26 @@ def compute(
     named = {auto: name for auto, name in config.auto_map.items() if isinstance(name, str)}
     auto_classes = {name.split(".")[-1]: auto for auto, name in named.items()}
     auto_class = getattr(transformers, auto_classes[config.architectures[0]])
-    loaded = auto_class.from_pretrained(model, **where, dtype=torch.float32).eval()
+    options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    loaded, report = auto_class.from_pretrained(model, **where, **options)
+    check_weights(loaded.eval(), report)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, **where) if has_tokenizer else None
     ids = torch.arange(3, 19).remainder(config.vocab_size).view(2, 8)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids[:, :5]
+    decoded = {"decoder_input_ids": ids[:, :5]} if config.is_encoder_decoder else {}
     with torch.inference_mode():
-        outputs = loaded(**inputs)
+        outputs = loaded(**inputs, **decoded)
+        if loaded.can_generate():
+            check_generation(loaded, ids[:1, :4], tokenizer)
     results = {
         name: value.contiguous().clone()
         for name, value in outputs.items()
         if name.endswith("logits") or name == "last_hidden_state"
     }
-    if has_tokenizer:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, **where)
+    for name, value in results.items():
+        if not value.isfinite().all():
+            raise ValueError(f"the {name} hold NaN or infinity")
+    if tokenizer:
         results["tokens"] = torch.tensor(tokenizer(TEXT)["input_ids"])
     return results
 
