@@ -1,28 +1,26 @@
-"""Pushes a staged model to the Hub in one commit, and proves that strangers load it."""
+"""Pushes a staged model to the Hub in one commit, and says what has become of it whatever fails."""
 
 import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
-from .card import find_auto_class
-from .card_checks import front_matter
-from .proof import probe, prove
-from .staging import MODEL_FILES, Staged, read_config
+from .staging import MODEL_FILES, Staged
 
 
 WAITS = (1, 2, 4, 8)  # seconds before the commit is asked for again
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses of a Hub that may recover
+INTERRUPTED = "interrupted; nothing was pushed"
 # of the Hub and of the network; the client wraps those of uploads, and reads an error's page as JSON
 ERRORS = (HTTPError, OSError, RuntimeError, json.JSONDecodeError)
 
@@ -39,7 +37,10 @@ class Place:
 
 
 def check_names(place: Place) -> None:
-    """Raises ValueError for a branch or a tag that git would refuse, or that could mean something else."""
+    """Raises ValueError for an address, and for a branch or a tag that git would refuse or others mix up."""
+    pasted = re.match(r"(https?://[^/]+|[\w-]+(\.[\w-]+)+)/([\w.-]+/[\w.-]+)", place.repo_id)
+    if pasted:
+        raise ValueError(f"{place.repo_id} is an address: give the repository's name alone, {pasted[3]}")
     for kind, name in (("branch", place.branch), ("tag", place.tag)):
         if name is None:
             continue
@@ -77,6 +78,21 @@ def reason(error: BaseException) -> str:
     return f"{message} (HTTP {status})" if status and str(status) not in message else message
 
 
+def unproven(repo_id: str, commit: str) -> str:
+    """Returns the words of a push that Ctrl-C ended late."""
+    return f"interrupted, but {repo_id} has commit {commit} with all files, which is not proven yet"
+
+
+@contextmanager
+def adding(note: str) -> Iterator[None]:
+    """Adds to the words with which a push ends early; Ctrl-C has none of its own before the commit."""
+    try:
+        yield
+    except (ValueError, KeyboardInterrupt) as error:
+        kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ValueError
+        raise kind("; ".join([str(error) or INTERRUPTED, note])) from error
+
+
 @contextmanager
 def told(doing: str, remedy: str) -> Iterator[None]:
     """Turns the errors of the Hub and of the network into a ValueError of one sentence."""
@@ -88,6 +104,8 @@ def told(doing: str, remedy: str) -> Iterator[None]:
 
 def login(api: HfApi, place: Place) -> str:
     """Returns the full id of the repository, whose namespace the token may write to; raises ValueError."""
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError("HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set: unset it to push")
     if not (api.token or get_token()):
         raise ValueError("no token: `hf auth login`, or set HF_TOKEN to one that may write")
     try:
@@ -121,6 +139,7 @@ def check_access(api: HfApi, place: Place) -> tuple[Place, bool]:
     Raises:
         ValueError: no push to it can succeed; in one sentence.
     """
+    check_names(place)
     place = replace(place, repo_id=login(api, place))
     with told(f"cannot read {place.repo_id}", "nothing was pushed: try again"):
         try:
@@ -236,17 +255,8 @@ class Push:
             raise ValueError(f"{failure}; nothing was pushed: run again, which is safe") from error
         return None
 
-    def run(self, message: str) -> Pushed:
-        """
-        Commits, unless the files are there already; asks again where the Hub failed and holds no such commit.
-
-        Raises:
-            ValueError: in one sentence, which says whether anything was pushed.
-        """
-        with told(f"cannot read {self.repo_id}", "nothing was pushed: try again"):
-            if found := self.find():
-                return found
-            parent, tree = self.read(self.place.branch)
+    def ask(self, parent: str, tree: dict[str, str], message: str) -> Pushed:
+        """Commits; asks again where the Hub failed and holds no such commit. Raises as `after` does."""
         waits = iter(WAITS)
         while True:
             try:
@@ -259,6 +269,32 @@ class Push:
                 line = " ".join(str(error).split())
                 raise ValueError(f"the Hub refuses the card, so nothing was pushed: {line}") from error
             time.sleep(wait)
+
+    def after_interrupt(self) -> str:
+        """Returns what Ctrl-C in a commit has left, as far as one look tells."""
+        try:
+            found = self.find()
+        except (*ERRORS, KeyboardInterrupt):
+            found = None
+        if found:
+            return unproven(self.repo_id, found.commit)
+        return f"interrupted; whether {self.repo_id} gets the commit is unknown, for now it is not seen there"
+
+    def run(self, message: str) -> Pushed:
+        """
+        Commits, unless the files are there already.
+
+        Raises:
+            ValueError, KeyboardInterrupt: in one sentence, which says whether anything was pushed.
+        """
+        with told(f"cannot read {self.repo_id}", "nothing was pushed: try again"):
+            if found := self.find():
+                return found
+            parent, tree = self.read(self.place.branch)
+        try:
+            return self.ask(parent, tree, message)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(self.after_interrupt()) from error
 
     def check_tag(self, found: Pushed | None) -> bool:
         """Returns whether the tag is to be made; raises ValueError if it names something else already."""
@@ -279,94 +315,3 @@ class Push:
                     f"{self.repo_id} holds another {file.name} than the card is about: push the model "
                     "without --card-only"
                 )
-
-
-def human(size: float) -> str:
-    """Returns a number of bytes as people say it."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
-def list_files(staged: Staged) -> str:
-    """Returns what goes to the Hub under which licence, and what stays, line by line."""
-    lines = [f"{human(size):>8}  {name}" for name, size in staged.files.items()]
-    lines.append(f"{human(sum(staged.files.values())):>8}  in {len(staged.files)} file(s)")
-    if staged.left_out:
-        lines.append(f"left out: {', '.join(staged.left_out)}")
-    card = front_matter((staged.folder / "README.md").read_text(encoding="utf-8"))
-    lines.append(f"licence: {card.get('license')} (--license gives another)")
-    return "\n".join(lines)
-
-
-def snippet(repo_id: str, commit: str, auto_class: str, has_tokenizer: bool) -> str:
-    """Returns Python that loads a commit, and no later one."""
-    where = f'"{repo_id}", revision="{commit}", trust_remote_code=True'
-    names = [auto_class, "AutoTokenizer"] if has_tokenizer else [auto_class]
-    lines = [
-        f"from transformers import {', '.join(names)}",
-        "",
-        f"model = {auto_class}.from_pretrained({where})",
-    ]
-    lines += [f"tokenizer = AutoTokenizer.from_pretrained({where})"] if has_tokenizer else []
-    return "\n".join(lines)
-
-
-def publish(folder: Path, staged: Staged, place: Place, is_there: bool, say: Callable[[str], None]) -> Pushed:
-    """
-    Checks, pushes, and checks what came back.
-
-    Args:
-        folder: the original, whose logits are the measure.
-        place, is_there: as `check_access` gives them.
-        say: is given a line for each step.
-
-    Raises:
-        ValueError: in one sentence, which says whether anything was pushed and what to do.
-    """
-    api, repo_id = HfApi(), place.repo_id
-    push = Push(api, staged, place)
-    has_tokenizer = (staged.folder / "tokenizer_config.json").exists()
-    if not (staged.is_whole or is_there):
-        raise ValueError(f"{repo_id} is not there yet: push the model without --card-only")
-    with told(f"cannot read {repo_id}", "nothing was pushed: try again"):
-        branches = [ref.name for ref in api.list_repo_refs(repo_id).branches] if is_there else []
-        has_branch = place.branch in branches
-        found = push.find() if has_branch else None
-        if not staged.is_whole:
-            push.check_weights(place.branch if has_branch else "main")  # from which the branch will start
-        makes_tag = push.check_tag(found) if is_there else bool(place.tag)
-    if staged.is_whole:
-        original = probe(folder, is_stranger=False, has_tokenizer=has_tokenizer)
-    if staged.is_whole and not found:
-        try:
-            say(prove(original, staged.folder))
-        except ValueError as error:
-            raise ValueError(f"{folder} is not fit for others, so it was not pushed: {error}") from error
-    with told(f"cannot write to {repo_id}", "nothing was pushed: check what the token may do"):
-        if not is_there:
-            api.create_repo(repo_id, private=place.private or None)
-        if place.branch not in (*branches, "main"):
-            api.create_branch(repo_id, branch=place.branch, exist_ok=True)
-    pushed = found or push.run(
-        f"Push {'the model' if staged.is_whole else 'the card'} with hf_transformer_block"
-    )
-    if not pushed.is_new:
-        say(f"nothing to do: {pushed.revision} of {repo_id} holds these very files")
-    if makes_tag:
-        with told(f"{pushed.commit} is pushed, but not tagged {place.tag}", "run again"):
-            api.create_tag(repo_id, tag=place.tag, revision=pushed.commit, exist_ok=True)
-        say(f"tagged {place.tag}")
-    if staged.is_whole:
-        try:
-            say(prove(original, repo_id, pushed.commit))
-        except ValueError as error:
-            raise ValueError(f"{repo_id} has commit {pushed.commit}, but from there {error}") from error
-    say(f"{api.endpoint}/{repo_id}: commit {pushed.commit} on {pushed.revision}")
-    if pushed.revision.startswith("refs/pr/"):
-        say(f"open for review: {api.endpoint}/{repo_id}/discussions/{pushed.revision.split('/')[-1]}")
-    auto_class = find_auto_class(read_config(folder))
-    say(f"\n{snippet(repo_id, pushed.commit, auto_class, has_tokenizer)}")
-    return pushed

@@ -20,6 +20,7 @@ try:
     from huggingface_hub import HfApi
 
     from hf_transformer_block import hub, records
+    from hf_transformer_block.publishing import list_files, publish
     from hf_transformer_block.staging import staged_model
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
@@ -65,22 +66,27 @@ def main() -> None:
     try:
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: give one that train.py or save_pretrained wrote")
-        hub.check_names(place)
-        if not arguments.dry_run:
+        if arguments.dry_run:
+            hub.check_names(place)
+            name = place.repo_id
+            place = replace(place, repo_id=name if "/" in name else f"your-name/{name}")
+        else:
             place, is_there = hub.check_access(HfApi(), place)
-        elif "/" not in place.repo_id:
-            place = replace(place, repo_id=f"your-name/{place.repo_id}")
-        options |= {"repo_id": place.repo_id, "revision": place.tag}
+        # a pull request is for main, where it will be merged; its own name is not known yet
+        branch = None if place.branch == "main" else place.branch
+        options |= {"repo_id": place.repo_id, "revision": place.tag or branch}
         with records.locked(folder), staged_model(folder, CARD, LICENSE, **options) as staged:
-            print(hub.list_files(staged))
+            print(list_files(staged))
             if arguments.dry_run:
                 print(f"\n{(staged.folder / 'README.md').read_text(encoding='utf-8')}")
             else:
-                hub.publish(folder, staged, place, is_there, print)
+                publish(folder, staged, place, is_there, print)
     except (ValueError, OSError) as error:
         raise SystemExit(f"push_to_hub.py: {error}") from error
     except KeyboardInterrupt as error:
-        raise SystemExit("push_to_hub.py: interrupted; running it again is safe") from error
+        raise SystemExit(
+            f"push_to_hub.py: {str(error) or hub.INTERRUPTED}; running it again is safe"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Interrupted, by whatever? The same command with --resume goes on from the newest
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -35,6 +36,7 @@ try:
     from hf_transformer_block.building import build_config, build_task, load_config
     from hf_transformer_block.dates import LANGUAGES
     from hf_transformer_block.preparing import Data, prepare_data
+    from hf_transformer_block.publishing import list_files, publish
     from hf_transformer_block.run import Run, describe
     from hf_transformer_block.staging import staged_model
 except ModuleNotFoundError as error:
@@ -197,12 +199,13 @@ def push(folder: Path, repo_id: str) -> None:
     try:
         place, is_there = hub.check_access(HfApi(), hub.Place(repo_id))
         with staged_model(folder, CARD, LICENSE, repo_id=place.repo_id) as staged:
-            print(hub.list_files(staged))
-            hub.publish(folder, staged, place, is_there, print)
-    except (ValueError, OSError) as error:
+            print(list_files(staged))
+            publish(folder, staged, place, is_there, print)
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        words = str(error) or hub.INTERRUPTED
+        command = shlex.join(["python", "scripts/push_to_hub.py", str(folder), repo_id])
         raise ValueError(
-            f"the model is saved in {folder}, but the push did not end well: {error}; "
-            f"then run scripts/push_to_hub.py {folder} {repo_id}"
+            f"the push did not end well ({words}), but the model is saved in {folder}: `{command}` pushes it"
         ) from error
 
 

@@ -1,0 +1,153 @@
+"""Publishes a model on the Hub: looks, proves, pushes, and proves again what came back."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from torch import Tensor
+
+from .card import find_auto_class
+from .card_checks import front_matter
+from .hub import Place, Push, Pushed, adding, told, unproven
+from .proof import probe, prove
+from .staging import Staged, read_config
+
+
+def human(size: float) -> str:
+    """Returns a number of bytes as people say it."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def list_files(staged: Staged) -> str:
+    """Returns what goes to the Hub under which licence, and what stays, line by line."""
+    lines = [f"{human(size):>8}  {name}" for name, size in staged.files.items()]
+    lines.append(f"{human(sum(staged.files.values())):>8}  in {len(staged.files)} file(s)")
+    if staged.left_out:
+        lines.append(f"left out: {', '.join(staged.left_out)}")
+    card = front_matter((staged.folder / "README.md").read_text(encoding="utf-8"))
+    if staged.is_edited:
+        how = "goes as it is: delete it to have it written anew"
+        lines.append(f"README.md differs from what the records give and {how}")
+    lines.append(f"licence: {card.get('license')} (--license gives another)")
+    return "\n".join(lines)
+
+
+def snippet(repo_id: str, commit: str, auto_class: str, has_tokenizer: bool) -> str:
+    """Returns Python that loads a commit, and no later one."""
+    where = f'"{repo_id}", revision="{commit}", trust_remote_code=True'
+    names = [auto_class, "AutoTokenizer"] if has_tokenizer else [auto_class]
+    lines = [
+        f"from transformers import {', '.join(names)}",
+        "",
+        f"model = {auto_class}.from_pretrained({where})",
+    ]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained({where})"] if has_tokenizer else []
+    return "\n".join(lines)
+
+
+def look(push: Push, is_there: bool) -> tuple[bool, Pushed | None, bool]:
+    """
+    Returns whether the branch is there, where the files are already, and whether a tag is to be made.
+
+    Raises:
+        ValueError: the push cannot succeed, or the Hub does not answer; nothing was pushed.
+    """
+    place, staged = push.place, push.staged
+    if not is_there:
+        if not staged.is_whole:
+            raise ValueError(f"{place.repo_id} is not there yet: push the model without --card-only")
+        return False, None, bool(place.tag)
+    with told(f"cannot read {place.repo_id}", "nothing was pushed: try again"):
+        has_branch = place.branch in [ref.name for ref in push.api.list_repo_refs(place.repo_id).branches]
+        found = push.find() if has_branch else None
+        if not staged.is_whole:
+            push.check_weights(place.branch if has_branch else "main")  # from which the branch will start
+        return has_branch, found, push.check_tag(found)
+
+
+def prove_folder(
+    folder: Path, staged: Staged, is_pushed: bool, say: Callable[[str], None]
+) -> dict[str, Tensor]:
+    """Returns what the original computes; raises ValueError unless what was staged computes the same."""
+    try:
+        has_tokenizer = (staged.folder / "tokenizer_config.json").exists()
+        original = probe(folder, is_stranger=False, has_tokenizer=has_tokenizer)
+        if not is_pushed:
+            say(prove(original, staged.folder))
+    except ValueError as error:
+        raise ValueError(f"{folder} is not fit for others, so it was not pushed: {error}") from error
+    return original
+
+
+def send(push: Push, is_there: bool, has_branch: bool) -> Pushed:
+    """Makes what is missing of repository and branch, and the commit on it."""
+    api, place, repo_id = push.api, push.place, push.repo_id
+    words = (f"cannot write to {repo_id}", "nothing was pushed: check what the token may do")
+    if not is_there:
+        with told(*words):
+            api.create_repo(repo_id, private=place.private or None)
+    with nullcontext() if is_there else adding(f"the empty repository {repo_id} was made before"):
+        if not has_branch and place.branch != "main":
+            with told(*words):
+                api.create_branch(repo_id, branch=place.branch, exist_ok=True)
+        what = "the model" if push.staged.is_whole else "the card"
+        return push.run(f"Push {what} with hf_transformer_block")
+
+
+def finish(
+    push: Push,
+    pushed: Pushed,
+    makes_tag: bool,
+    original: dict[str, Tensor] | None,
+    say: Callable[[str], None],
+) -> None:
+    """Tags the commit, and proves it unless the card alone was pushed."""
+    repo_id, tag = push.repo_id, push.place.tag
+    if makes_tag:
+        with told(f"{pushed.commit} is pushed, but not tagged {tag}", "run again"):
+            push.api.create_tag(repo_id, tag=tag, revision=pushed.commit, exist_ok=True)
+        say(f"tagged {tag}")
+    if original is None:
+        return
+    try:
+        say(prove(original, repo_id, pushed.commit))
+    except ValueError as error:
+        raise ValueError(f"{repo_id} has commit {pushed.commit}, but from there {error}") from error
+
+
+def publish(folder: Path, staged: Staged, place: Place, is_there: bool, say: Callable[[str], None]) -> Pushed:
+    """
+    Checks, pushes, and checks what came back.
+
+    Args:
+        folder: the original, whose logits are the measure.
+        place, is_there: as `check_access` gives them.
+        say: is given a line for each step.
+
+    Raises:
+        ValueError: in one sentence, which says whether anything was pushed and what to do.
+        KeyboardInterrupt: likewise; it has no words if nothing was pushed.
+    """
+    api, repo_id = HfApi(), place.repo_id
+    push = Push(api, staged, place)
+    has_branch, found, makes_tag = look(push, is_there)
+    original = prove_folder(folder, staged, found is not None, say) if staged.is_whole else None
+    pushed = found or send(push, is_there, has_branch)
+    if not pushed.is_new:
+        say(f"nothing to do: {pushed.revision} of {repo_id} holds these very files")
+    try:
+        finish(push, pushed, makes_tag, original, say)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(unproven(repo_id, pushed.commit)) from error
+    say(f"{api.endpoint}/{repo_id}: commit {pushed.commit} on {pushed.revision}")
+    if pushed.revision.startswith("refs/pr/"):
+        say(f"open for review: {api.endpoint}/{repo_id}/discussions/{pushed.revision.split('/')[-1]}")
+    auto_class = find_auto_class(read_config(folder))
+    has_tokenizer = (staged.folder / "tokenizer_config.json").exists()
+    say(f"\n{snippet(repo_id, pushed.commit, auto_class, has_tokenizer)}")
+    return pushed
