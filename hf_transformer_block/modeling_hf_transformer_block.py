@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING
 
@@ -64,13 +65,6 @@ def takes_either_cache_name(forward: Callable) -> Callable:
     """Lets a forward with an argument `cache` be called with `past_key_values` as well."""
     if CACHE == "cache":
         return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
-    return takes_installed_cache_name(forward)
-
-
-def takes_installed_cache_name(forward: Callable) -> Callable:
-    """Lets a forward with an argument `cache` be called by the installed library, by whatever name it has."""
-    if CACHE == "cache":
-        return forward
 
     @wraps(forward)
     def renaming(*args, **kwargs):
@@ -115,7 +109,7 @@ def sinusoidal_positions(position_ids: torch.Tensor, hidden_size: int) -> torch.
 
 class TransformerBlockRotaryEmbedding(nn.Module):
     """
-    Returns the cosines and sines that rotate queries and keys, (B, L, K) each, in `hidden_states`' dtype.
+    Returns the cosines and sines that rotate queries and keys, (B, L, R) each, in `hidden_states`' dtype.
 
     The first half of the sines is negative, for `rotate`.
 
@@ -168,11 +162,17 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return torch.cat([rotated * cos + rotated.roll(size // 2, -1) * sin, kept], dim=-1)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is an ordinary one on a CPU, and no compiler or tracer looks on."""
+    is_seen = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not is_seen
+
+
 class RootMeanSquareNorm(torch.autograd.Function):
     """
     x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467) of (..., D), with a gradient that is fast on a CPU.
 
-    It keeps the input alone, as the residual stream does anyway; torch's keeps several tensors of its size.
+    It keeps its inputs alone, where torch's keeps several more tensors of that size.
     """
 
     generate_vmap_rule = True
@@ -189,32 +189,24 @@ class RootMeanSquareNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden_states, weight = ctx.saved_tensors
-        squares = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True).square()
-        scale = (squares / weight.shape[0] + ctx.eps).rsqrt()
-        normed = hidden_states * scale
-        by_weight = grad * normed
-        along = (by_weight @ weight).unsqueeze(-1) / -weight.shape[0]
-        weight_grad = by_weight.reshape(-1, weight.shape[0]).sum(0)
-        return torch.addcmul(grad * weight, normed, along) * scale, weight_grad, None
+        with torch.autocast("cpu", enabled=False):
+            squares = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True).square()
+            scale = (squares / weight.shape[0] + ctx.eps).rsqrt()
+            normed = hidden_states * scale
+            by_weight = grad * normed
+            along = (by_weight @ weight).unsqueeze(-1) / -weight.shape[0]
+            weight_grad = by_weight.reshape(-1, weight.shape[0]).sum(0)
+            return torch.addcmul(grad * weight, normed, along) * scale, weight_grad, None
 
 
 class TransformerBlockRMSNorm(nn.RMSNorm):
-    """nn.RMSNorm with a faster gradient on a CPU."""
+    """nn.RMSNorm with a faster gradient on a CPU, in float32 and float64."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if (
-            hidden_states.requires_grad
-            and is_plain(hidden_states)
-            and hidden_states.dtype == self.weight.dtype
-        ):
+        is_exact = hidden_states.dtype == self.weight.dtype and hidden_states.dtype.itemsize >= 4
+        if hidden_states.requires_grad and is_exact and is_plain(hidden_states):
             return RootMeanSquareNorm.apply(hidden_states, self.weight, self.eps)
         return super().forward(hidden_states)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is an ordinary one on a CPU, and no compiler or tracer looks on."""
-    is_seen = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not is_seen
 
 
 def build_norm(config: TransformerBlockConfig, size: int) -> nn.Module:
@@ -259,27 +251,28 @@ def eager_attention_forward(
 def is_bare(layer: nn.Module) -> bool:
     """Returns False for a layer that a tool has wrapped, replaced, hooked or sharded: it must be called."""
     is_linear = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
-    return is_linear and not (layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer))
+    hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+    return is_linear and not any(hooks) and "forward" not in vars(layer)
 
 
-def is_half_on_cpu(*tensors: torch.Tensor) -> bool:
-    """Returns whether a CPU is going to compute in half precision."""
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return False
-    halves = (torch.bfloat16, torch.float16)
-    return torch.is_autocast_enabled("cpu") or any(tensor.dtype in halves for tensor in tensors)
+def is_half_on_cpu(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor stands on a CPU that computes in half precision."""
+    is_half = tensor.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cpu")
+    return tensor.device.type == "cpu" and is_half
 
 
 def project(inputs: torch.Tensor, *layers: nn.Linear) -> tuple[torch.Tensor, ...]:
     """
-    Returns what linear layers make of one input (..., I): in training by one product with all their weights.
+    Returns what linear layers make of one input (..., I); a CPU trains them by one product with all weights.
 
-    The weights stay those of the layers, whom tools and checkpoints know. For inference they would be copied
-    for nothing: the product of a few tokens costs less than that.
+    The weights stay those of the layers, whom tools and checkpoints know. Elsewhere their copy, kept for the
+    backward pass, costs more than it saves: memory on a GPU, time for the few tokens of a step of generation.
     """
-    if not layers[0].training or not all(map(is_bare, layers)):
+    has_bias = {layer.bias is not None for layer in layers}
+    is_joined = layers[0].training and is_plain(inputs) and len(has_bias) == 1 and all(map(is_bare, layers))
+    if not is_joined:
         return tuple(layer(inputs) for layer in layers)
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    bias = torch.cat([layer.bias for layer in layers]) if has_bias == {True} else None
     outputs = F.linear(inputs, torch.cat([layer.weight for layer in layers]), bias)
     return outputs.split([layer.out_features for layer in layers], dim=-1)
 
@@ -339,20 +332,20 @@ class TransformerBlockAttention(nn.Module):
         backend = "eager" if output_attentions else self.config._attn_implementation
         interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
-        if backend != "sdpa" or not self.training or not is_half_on_cpu(query, value):
-            return interface(
+        dtype, context = value.dtype, nullcontext()
+        if self.training and backend == "sdpa" and is_half_on_cpu(value):
+            # backward, torch's kernel takes 15 times as long in bfloat16 for 16 tokens, thrice for 128
+            query, key, value = query.float(), key.float(), value.float()
+            if attention_mask is not None and attention_mask.is_floating_point():
+                attention_mask = attention_mask.float()
+            context = torch.autocast("cpu", enabled=False)
+        with context:
+            attention, probabilities = interface(
                 self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
             )
-        # for 16 tokens the backward pass of torch's kernel takes 15 times as long in bfloat16, for 128 thrice
-        query, key, value = query.float(), key.float(), value.float()
-        if attention_mask is not None and attention_mask.is_floating_point():
-            attention_mask = attention_mask.float()
-        with torch.autocast("cpu", enabled=False):
-            return interface(
-                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-            )
+        return attention.to(dtype), probabilities
 
-    @takes_installed_cache_name
+    @takes_either_cache_name
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -387,7 +380,7 @@ class TransformerBlockAttention(nn.Module):
             key, value = update_cache(cache, key, value, self.layer_idx, kwargs)
         attention, probabilities = self.attend(query, key, value, attention_mask, output_attentions, **kwargs)
         attention = attention.reshape(*hidden_states.shape[:-1], -1)  # (B, L, H, K) -> (B, L, H * K)
-        return self.o_proj(attention.to(hidden_states.dtype)), probabilities
+        return self.o_proj(attention), probabilities
 
 
 class TransformerBlockMLP(nn.Module):
@@ -469,7 +462,7 @@ class TransformerBlock(GradientCheckpointingLayer):
             return norm(hidden_states + self.dropout(update))
         return self.dropout(norm(hidden_states + update))
 
-    @takes_installed_cache_name
+    @takes_either_cache_name
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -1043,13 +1036,14 @@ def cross_entropy_gradient_(
     """
     Turns logits (N, V) into softmax - (1 - smoothing) * one-hot in place; returns the losses (N,), float32.
 
-    Rows without a label become 0. Smoothing's share of both that is the same for every word is left out. On a
-    CPU a few rows at a time, for its cache holds them through all the steps.
+    Rows without a label become 0. Smoothing's even share of both is left out, see `smooth_`. A CPU takes few
+    rows at a time, which its cache holds through all the steps.
     """
     few = max(1, 2**18 // logits.shape[1]) if logits.device.type == "cpu" else logits.shape[0]
     is_real = (labels != -100).unsqueeze(1)
     targets = labels.unsqueeze(1).masked_fill(~is_real, 0)
-    losses = logits.new_empty(labels.shape, dtype=torch.float32)
+    is_real = is_real.float()
+    losses = torch.empty_like(is_real)
     for start in range(0, labels.shape[0], few):
         rows = slice(start, start + few)
         target, is_counted = targets[rows], is_real[rows]
@@ -1057,12 +1051,39 @@ def cross_entropy_gradient_(
         wanted = values.gather(1, target)
         peak = values.amax(dim=-1, keepdim=True)
         partition = values.sub_(peak).exp_().sum(dim=-1, keepdim=True)
-        loss = (peak + partition.log() - (1.0 - label_smoothing) * wanted) * is_counted
-        losses[rows] = loss.squeeze(1)
+        losses[rows] = (peak + partition.log() - (1.0 - label_smoothing) * wanted) * is_counted
         values.mul_(is_counted / partition).scatter_add_(1, target, is_counted * (label_smoothing - 1.0))
         if values.dtype != logits.dtype:
             logits[rows] = values
-    return losses
+    return losses.squeeze(1)
+
+
+def smooth_(
+    total: torch.Tensor,
+    grads: list[torch.Tensor | None],
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shares: torch.Tensor,
+) -> None:
+    """
+    Takes a share (N,) of every word's logit off the loss and its gradients, in place.
+
+    The sum of a token's logits is its product with the sum of the rows of the weight, so the logits are not
+    needed: the gradients have rank one.
+    """
+    rows = weight.sum(dim=0, dtype=torch.float32)
+    shared = shares @ hidden_states.float()  # (N,), (N, D) -> (D,)
+    total -= shared @ rows
+    if bias is not None:
+        total -= shares.sum() * bias.sum(dtype=torch.float32)
+    hidden_grad, weight_grad, bias_grad = grads
+    if hidden_grad is not None:
+        hidden_grad -= torch.outer(shares, rows).to(hidden_grad.dtype)
+    if weight_grad is not None:
+        weight_grad -= shared
+    if bias_grad is not None:
+        bias_grad -= shares.sum()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -1093,12 +1114,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         total = hidden_states.new_zeros((), dtype=torch.float32)
-        is_real = (labels != -100).unsqueeze(1)
-        # of smoothing's even share, the loss is the product with the mean row, and the gradient has rank one
-        share = label_smoothing * is_real / vocab_size
-        mean_row = weight.mean(dim=0, dtype=torch.float32)
-        mean_bias = 0.0 if bias is None else bias.mean(dtype=torch.float32)
-        # 16 MiB of float32 logits; 256 rows keep products efficient, and half precision can sum 1024
+        # 8 MiB of float32 logits; 256 rows keep products efficient, and half precision can sum 1024
         size = min(1024, max(256, 2**21 // vocab_size))
         with torch.autocast(device, enabled=False):
             for start in range(0, labels.shape[0], size):
@@ -1109,17 +1125,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if wants_bias:
                     bias_grad += grad.sum(0, dtype=torch.float32)
                 if wants_hidden:
-                    hidden_grad[rows] = grad @ weight - share[rows] * vocab_size * mean_row
+                    torch.mm(grad, weight, out=hidden_grad[rows])
                 if wants_weight and dtype == torch.float32:
                     weight_grad.addmm_(grad.t(), hidden)
                 elif wants_weight:
                     weight_grad += grad.t() @ hidden
-        if label_smoothing:
-            total -= (share * (hidden_states.float() @ mean_row + mean_bias).unsqueeze(1)).sum() * vocab_size
-            if wants_weight:
-                weight_grad -= (share * hidden_states).sum(0, dtype=torch.float32)
-            if wants_bias:
-                bias_grad -= share.sum()
+            if label_smoothing:
+                shares = (labels != -100).float() * (label_smoothing / vocab_size)
+                smooth_(total, [hidden_grad, weight_grad, bias_grad], hidden_states, weight, bias, shares)
         ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         return total
 

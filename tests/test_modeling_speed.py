@@ -60,6 +60,44 @@ def test_the_norm_takes_gradients_of_single_examples():
     assert_close(each, torch.stack([torch.func.grad(loss)(norm.weight, state) for state in states]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_the_norm_in_half_precision_is_as_near_as_torchs(dtype):
+    norm = modeling.TransformerBlockRMSNorm(256, eps=1e-5).to(dtype)
+    states, grad = torch.randn(2, 3, 256) * 30, torch.randn(2, 3, 256)
+    half = states.to(dtype).requires_grad_()
+    exact = half.detach().double().requires_grad_()
+    norm(half).backward(grad.to(dtype))
+    F.rms_norm(exact, (256,), norm.weight.detach().double(), 1e-5).backward(grad.to(dtype).double())
+    worst = 2 * torch.finfo(dtype).eps * float(exact.grad.abs().max())
+    assert_close(half.grad.double(), exact.grad, rtol=0, atol=worst)
+
+
+def test_the_gradient_of_the_norm_is_in_float32_under_autocast():
+    norm = modeling.TransformerBlockRMSNorm(64, eps=1e-5)
+    states, grad = torch.randn(5, 64, requires_grad=True), torch.randn(5, 64)
+    plain = torch.autograd.grad(norm(states), states, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(torch.autograd.grad(norm(states), states, grad), plain, rtol=0, atol=0)
+
+
+def test_layers_are_not_joined_where_some_have_no_bias():
+    layers = [nn.Linear(6, 4, bias=bias) for bias in (False, True, True)]
+    inputs = torch.randn(2, 6)
+    assert_close(modeling.project(inputs, *layers), tuple(layer(inputs) for layer in layers), rtol=0, atol=0)
+
+
+def test_the_loss_does_not_depend_on_the_default_dtype():
+    model = TransformerBlockForCausalLM(tiny_config("decoder")).train()
+    ids = tiny_tokens(2, 5)
+    loss = model(ids, labels=ids, label_smoothing=0.1).loss
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        again = model(ids, labels=ids, label_smoothing=0.1).loss
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_close(again, loss, rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_that_read_one_input_are_one_product_in_training(bias):
     layers = [nn.Linear(6, size, bias=bias) for size in (6, 2, 4)]
@@ -94,9 +132,11 @@ def replace_forward(layer: nn.Linear, calls: list) -> None:
     [
         lambda layer, calls: layer.register_forward_hook(lambda *args: calls.append(1)),
         lambda layer, calls: layer.register_forward_pre_hook(lambda *args: calls.append(1)),
+        lambda layer, calls: layer.register_full_backward_hook(lambda *args: calls.append(1)),
+        lambda layer, calls: layer.register_full_backward_pre_hook(lambda *args: calls.append(1)),
         replace_forward,
     ],
-    ids=["hook", "pre-hook", "forward"],
+    ids=["hook", "pre-hook", "backward hook", "backward pre-hook", "forward"],
 )
 @pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.up_proj"])
 def test_a_layer_that_a_tool_has_changed_is_called(name, meddle):
