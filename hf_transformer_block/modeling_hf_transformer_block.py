@@ -109,9 +109,7 @@ def sinusoidal_positions(position_ids: torch.Tensor, hidden_size: int) -> torch.
 
 class TransformerBlockRotaryEmbedding(nn.Module):
     """
-    Returns the cosines and sines that rotate queries and keys, (B, L, R) each, in `hidden_states`' dtype.
-
-    The first half of the sines is negative, for `rotate`.
+    Returns the cosines and sines that rotate queries and keys, (B, L, K) each, in `hidden_states`' dtype.
 
     Source: RoFormer, arXiv 2104.09864; scaling variants: `transformers.modeling_rope_utils`. The class and
     buffer names are those by which transformers refills the buffers after loading.
@@ -142,24 +140,18 @@ class TransformerBlockRotaryEmbedding(nn.Module):
         self, hidden_states: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.to(hidden_states.device, torch.float32)
+        angles = torch.cat([angles, angles], dim=-1)  # (B, L, K/2) -> (B, L, K)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        sin = torch.cat([-sin, sin], dim=-1)
-        cos = torch.cat([cos, cos], dim=-1)  # (B, L, R/2) -> (B, L, R)
         return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """
-    Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2.
-
-    `cos` and `sin` are (B, L, R); the first half of `sin` is negative, as the rotary embedding returns it.
-    """
+    """Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, L, R) -> (B, 1, L, R)
-    size = cos.shape[-1]
-    if size == states.shape[-1]:
-        return states * cos + states.roll(size // 2, -1) * sin
-    rotated, kept = states.split([size, states.shape[-1] - size], dim=-1)
-    return torch.cat([rotated * cos + rotated.roll(size // 2, -1) * sin, kept], dim=-1)
+    rotated, kept = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([rotated, kept], dim=-1) if kept.shape[-1] else rotated
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

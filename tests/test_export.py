@@ -150,8 +150,8 @@ def reads_dates(head: type, preset: str) -> tuple[nn.Module, PreTrainedTokenizer
     model = head(
         tiny_preset(preset, SHAPES[head], vocab_size=len(tokenizer), initializer_range=0.05, head_dim=12)
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for start in range(0, 16 * 150, 16):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for start in range(0, 16 * 200, 16):
         rows = [number % len(sources) for number in range(start, start + 16)]
         inputs = tokenizer([sources[row] for row in rows], padding=True, return_tensors="pt")
         aim = [targets[row] for row in rows] if head is PAIR else [sources[row] for row in rows]
