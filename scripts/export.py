@@ -115,7 +115,7 @@ def export_to_onnx(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 def snippet(model: PreTrainedModel, folder: str) -> str:
     """Returns code that runs a model of CTranslate2 with its settings of generation."""
-    from hf_transformer_block.export_ctranslate2 import generation_options
+    from hf_transformer_block.export_ctranslate2_options import generation_options
 
     options, left_out = generation_options(model)
     options = "".join(f", {name}={value!r}" for name, value in options.items())

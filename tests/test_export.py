@@ -27,7 +27,8 @@ pytest.importorskip("ctranslate2", reason='runs after pip install "hf_transforme
 import ctranslate2
 
 from hf_transformer_block import export_ctranslate2
-from hf_transformer_block.export_ctranslate2 import export, generation_options, list_tokens
+from hf_transformer_block.export_ctranslate2 import export
+from hf_transformer_block.export_ctranslate2_options import generation_options, list_tokens
 
 
 DECODER, PAIR = TransformerBlockForCausalLM, TransformerBlockForConditionalGeneration
