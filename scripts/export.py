@@ -48,22 +48,38 @@ NEEDED = {"ctranslate2": ("ctranslate2",), "onnx": ("onnx", "onnxscript", "onnxr
 QUANTIZATIONS = ("float32", "float16", "bfloat16", "int8")
 TRANSLATOR = """
 import ctranslate2
-from tokenizers import Tokenizer
+{imports}
 
-tokenizer = Tokenizer.from_file("{folder}/tokenizer.json")
-translator = ctranslate2.Translator("{folder}")
-tokens = [tokenizer.encode(text).tokens for text in ["First text.", "Second text."]]
-for result in translator.translate_batch(tokens{options}):
-    print(tokenizer.decode([tokenizer.token_to_id(token) for token in result.hypotheses[0]]))"""
+tokenizer = {loads}
+translator = ctranslate2.Translator({folder!r})
+tokens = [{tokens} for text in ["First text.", "Second text."]]
+for result in translator.translate_batch(tokens, {options}):
+    for written in result.hypotheses:
+        print(tokenizer.decode({ids}{skip}))"""
 GENERATOR = """
 import ctranslate2
-from tokenizers import Tokenizer
+{imports}
 
-tokenizer = Tokenizer.from_file("{folder}/tokenizer.json")
-generator = ctranslate2.Generator("{folder}")
-tokens = [tokenizer.encode(text).tokens for text in ["Once upon", "It was"]]
-for result in generator.generate_batch(tokens, max_batch_size=1, include_prompt_in_result=False{options}):
-    print(tokenizer.decode(result.sequences_ids[0]))"""
+tokenizer = {loads}
+generator = ctranslate2.Generator({folder!r})
+tokens = [{tokens} for text in ["Once upon", "It was"]]
+for result in generator.generate_batch(tokens, max_batch_size=1, include_prompt_in_result=False, {options}):
+    for written in result.sequences_ids:
+        print(tokenizer.decode(written{skip}))"""
+WITH_FILE = {
+    "imports": "from tokenizers import Tokenizer",
+    "loads": "Tokenizer.from_file({file!r})",
+    "tokens": "tokenizer.encode(text).tokens",
+    "ids": "[tokenizer.token_to_id(token) for token in written]",
+    "skip": "",
+}
+WITHOUT_FILE = {  # SentencePiece's tokenizers have no tokenizer.json
+    "imports": "from transformers import AutoTokenizer",
+    "loads": "AutoTokenizer.from_pretrained({folder!r})",
+    "tokens": 'tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])',
+    "ids": "tokenizer.convert_tokens_to_ids(written)",
+    "skip": ", skip_special_tokens=True",
+}
 
 
 def load_model(name: str) -> PreTrainedModel:
@@ -113,15 +129,18 @@ def export_to_onnx(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
         )
 
 
-def snippet(model: PreTrainedModel, folder: str) -> str:
-    """Returns code that runs a model of CTranslate2 with its settings of generation."""
+def snippet(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str) -> str:
+    """Returns code that runs what was written for CTranslate2, with the model's settings of generation."""
     from hf_transformer_block.export_ctranslate2_options import generation_options
 
-    options, left_out = generation_options(model)
-    options = "".join(f", {name}={value!r}" for name, value in options.items())
+    options, left_out = generation_options(model, tokenizer)
     without = f"\n\nsettings of generation which this leaves out: {', '.join(left_out)}" if left_out else ""
+    file = Path(folder, "tokenizer.json")
+    pieces = dict(WITH_FILE if file.exists() else WITHOUT_FILE)
+    pieces["loads"] = pieces["loads"].format(file=str(file), folder=folder)
+    pieces["options"] = ", ".join(f"{name}={value!r}" for name, value in options.items())
     code = TRANSLATOR if model.config.is_encoder_decoder else GENERATOR
-    return code.format(folder=folder, options=options) + without
+    return code.format(folder=folder, **pieces) + without
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -152,7 +171,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.format == "onnx":
         print("docs/serving.md has code that runs it")
     else:
-        print(f"run it with\n{snippet(model, arguments.output_dir)}")
+        print(f"run it with\n{snippet(model, tokenizer, arguments.output_dir)}")
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Tests of the export to CTranslate2 against the models themselves: axes of configuration, whole texts."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from conftest import tiny_config, tiny_preset, tiny_tokenizer
 from sources import SOURCES, build
 from tiny import writer
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hf_transformer_block import (
     TransformerBlockForCausalLM,
@@ -55,6 +56,16 @@ OF_DECODERS = [
 CASES = [
     *((head, preset, fields) for head in SHAPES for preset, fields in AXES),
     *((DECODER, preset, fields) for preset, fields in OF_DECODERS),
+]
+
+
+# not what the page says to differ: beams that stop later, and penalties, which do not see a prompt
+SETTINGS = [
+    {},
+    {"bad_words_ids": [[number] for number in range(5, 33)]},
+    {"suppress_tokens": [*range(5, 33)]},
+    {"min_new_tokens": 6},
+    {"num_beams": 4, "early_stopping": True},
 ]
 
 
@@ -277,14 +288,59 @@ def test_the_vocabulary_is_the_tokenizers(tmp_path):
     assert config["layer_norm_epsilon"] == pytest.approx(1e-5)
 
 
+def options_of(model: nn.Module, **settings) -> tuple[dict, list[str]]:
+    """Returns the options for the settings, which are put in place of the model's."""
+    model.generation_config = GenerationConfig(eos_token_id=2, decoder_start_token_id=1, **settings)
+    return generation_options(model, tiny_tokenizer())
+
+
 def test_settings_of_generation_are_put_into_ctranslate2s_words():
-    model = random_model(PAIR)
-    assert generation_options(model) == ({"max_decoding_length": 32}, [])  # half of the positions
-    model.generation_config.update(num_beams=4, max_new_tokens=20, length_penalty=0.6, bad_words_ids=[[0]])
-    options = {"beam_size": 4, "length_penalty": 0.6, "max_decoding_length": 20}
-    assert generation_options(model) == (options, ["bad_words_ids"])
-    model.generation_config.update(max_new_tokens=None, max_length=33)
-    assert generation_options(model)[0]["max_decoding_length"] == 32
+    pair, decoder = random_model(PAIR), random_model(DECODER)
+    plain = {"beam_size": 1, "min_decoding_length": 0, "max_decoding_length": 32}  # half of the positions
+    assert options_of(pair) == (plain, [])
+    assert options_of(decoder) == ({"max_length": 32}, [])
+    beams = {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.6, "max_new_tokens": 20}
+    options = {"beam_size": 4, "num_hypotheses": 3, "length_penalty": 0.6, "max_decoding_length": 20}
+    assert options_of(pair, **beams, forced_eos_token_id=2) == (plain | options, ["forced_eos_token_id"])
+    lengths = {"min_decoding_length": 4, "max_decoding_length": 32}
+    assert options_of(pair, min_length=5, max_length=33) == (plain | lengths, [])
+    assert options_of(pair, min_new_tokens=4) == (plain | lengths, [])
+    lengths = {"min_length": 4, "max_length": 9}
+    assert options_of(decoder, min_new_tokens=4, max_new_tokens=9) == (lengths, [])
+    assert options_of(decoder, min_length=4, max_length=9)[1] == ["max_length", "min_length"]
+    words = {"suppress_sequences": [["<pad>"], ["w7", "w8"], ["w9"]]}
+    bad = {"bad_words_ids": [[0], [2], [7, 8]], "suppress_tokens": [9]}
+    assert options_of(pair, **bad) == (plain | words, [])
+
+
+def test_settings_of_sampling_count_only_where_it_samples():
     decoder = random_model(DECODER)
-    decoder.generation_config.update(max_new_tokens=20, temperature=0.7, do_sample=True)
-    assert generation_options(decoder) == ({"max_length": 20}, ["do_sample", "temperature"])
+    settings = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    options = {"sampling_temperature": 0.7, "sampling_topk": 5, "sampling_topp": 0.9, "max_length": 32}
+    assert options_of(decoder, do_sample=True, **settings) == (options, [])
+    assert options_of(decoder, do_sample=False, **settings) == ({"max_length": 32}, [])
+    assert options_of(decoder, do_sample=True)[0]["sampling_topk"] == 50  # as in generate
+    assert options_of(decoder, do_sample=True, top_k=200)[0]["sampling_topk"] == 61  # else it raises
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids="-".join)
+@pytest.mark.parametrize("head", SHAPES, ids=name_case)
+def test_these_words_do_what_generate_does(head, settings, tmp_path):
+    model, tokenizer = random_model(head), tiny_tokenizer()
+    export(model, tokenizer, tmp_path)
+    options, left_out = options_of(model, max_new_tokens=12, pad_token_id=0, **settings)
+    assert not left_out
+    engine = (ctranslate2.Translator if head is PAIR else ctranslate2.Generator)(str(tmp_path))
+    run = (
+        engine.translate_batch
+        if head is PAIR
+        else partial(engine.generate_batch, max_batch_size=1, include_prompt_in_result=False)
+    )
+    rows = [torch.randint(5, 61, (size,)) for size in range(1, 21)]
+    results = run([tokenizer.convert_ids_to_tokens(row.tolist()) for row in rows], **options)
+    texts = [result.hypotheses[0] if head is PAIR else result.sequences[0] for result in results]
+    written = [model.generate(row[None], attention_mask=torch.ones(1, len(row)).long())[0] for row in rows]
+    written = [ids[1:] if head is PAIR else ids[len(row) :] for ids, row in zip(written, rows, strict=True)]
+    mine = [tokenizer.convert_ids_to_tokens(ids[ids != 2]) for ids in written]
+    assert texts == mine
+    assert len(set(map(tuple, mine))) > 3

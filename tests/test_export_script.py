@@ -12,6 +12,7 @@ import torch
 from conftest import load_script, tiny_config, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from sources import build
+from transformers import ByT5Tokenizer
 
 from hf_transformer_block import (
     TransformerBlockForCausalLM,
@@ -96,7 +97,7 @@ def test_the_page_tells_the_truth(run, tmp_path, monkeypatch):
 def test_what_it_prints_runs_elsewhere(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = save(TransformerBlockForConditionalGeneration, Path("ours"), "encoder-decoder")
-    model.generation_config.update(num_beams=3, max_new_tokens=9, bad_words_ids=[[0]])
+    model.generation_config.update(num_beams=3, max_new_tokens=9, bad_words_ids=[[0]], forced_eos_token_id=2)
     model.save_pretrained("ours")
     report, code = run("ours", "theirs", "--format", "ctranslate2", "--quantization", "int8").split("\n\n", 1)
     assert [line.split(":")[0] for line in report.split("\n")] == [
@@ -108,14 +109,33 @@ def test_what_it_prints_runs_elsewhere(run, tmp_path, monkeypatch):
     ]
     assert "checked in float32: 8 of 8 greedy texts for random tokens are the same" in report
     code, left_out = code.rsplit("\n\n", 1)
-    assert left_out == "settings of generation which this leaves out: bad_words_ids\n"
-    assert "translate_batch(tokens, beam_size=3, max_decoding_length=9)" in code
+    assert left_out == "settings of generation which this leaves out: forced_eos_token_id\n"
+    options = "beam_size=3, suppress_sequences=[['<pad>']], min_decoding_length=0, max_decoding_length=9"
+    assert f"translate_batch(tokens, {options})" in code
     assert len(serve(code, tmp_path).splitlines()) == 2
     save(TransformerBlockForCausalLM, Path("writer"), "decoder")
     code = run("writer", "writes", "--format", "ctranslate2").split("\n\n", 1)[1]
     assert len(serve(code, tmp_path).splitlines()) == 2
     names = {file.name for file in Path("writes").iterdir()}
     assert names == {"config.json", "model.bin", "tokenizer.json", "tokenizer_config.json", "vocabulary.json"}
+
+
+@pytest.mark.parametrize(
+    ("head", "architecture"),
+    [
+        (TransformerBlockForConditionalGeneration, "encoder-decoder"),
+        (TransformerBlockForCausalLM, "decoder"),
+    ],
+)
+def test_a_tokenizer_without_a_file_is_loaded_by_transformers(head, architecture, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"vocab_size": 384, "eos_token_id": 1, "max_position_embeddings": 64}
+    head(tiny_config(architecture, **sizes)).save_pretrained("ours")
+    ByT5Tokenizer().save_pretrained("ours")
+    code = run("ours", "it's theirs", "--format", "ctranslate2").split("\n\n", 1)[1]
+    assert not Path("it's theirs", "tokenizer.json").exists()
+    assert 'AutoTokenizer.from_pretrained("it\'s theirs")' in code
+    assert serve(code, tmp_path).count("\n") >= 2
 
 
 @pytest.mark.parametrize(
