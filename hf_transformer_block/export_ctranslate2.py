@@ -1,8 +1,8 @@
 """
 Models of the family in CTranslate2's format: decoders for its Generator, encoder-decoders for its Translator.
 
-Whatever CTranslate2 cannot compute is refused by name, and equal log-probabilities are the condition of every
-export in float32.
+Whatever CTranslate2 cannot compute is refused by name, and every export must have equal log-probabilities,
+and mostly equal texts, in float32.
 """
 
 import tempfile
@@ -218,13 +218,14 @@ def export(
         quantization: "float32", "float16", "bfloat16" or "int8", how the weights are stored.
 
     Raises:
-        ValueError: CTranslate2 cannot represent the model or the tokenizer, or got other numbers in float32.
+        ValueError: CTranslate2 cannot represent the model or the tokenizer, or got other numbers or
+            mostly other texts in float32.
     """
     require_representable(model)
     with tempfile.TemporaryDirectory() as whole:
         save_spec(model, tokenizer, Path(whole), "float32")
         found = compare(model, tokenizer, Path(whole), "float32")
-    if not found.difference <= TOLERANCE * found.largest:
+    if not found.difference <= TOLERANCE * found.largest or 2 * found.equal < found.sequences:
         raise ValueError(
             f"ctranslate2 {ctranslate2.__version__} computes something else: its log-probabilities differ by "
             f"{found.difference:.3g}, where the largest is {found.largest:.3g}, and {found.equal} of "

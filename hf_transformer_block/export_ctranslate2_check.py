@@ -24,7 +24,8 @@ class Comparison:
     Attributes:
         sequences: how many were continued greedily.
         equal: how many of these came out the same, token by token.
-        difference, largest: of the log-probabilities, without sign.
+        difference: largest difference of the log-probabilities.
+        largest: largest absolute value of the log-probabilities.
     """
 
     sequences: int

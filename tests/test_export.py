@@ -1,6 +1,7 @@
 """Tests of the export to CTranslate2 against the models themselves: axes of configuration, whole texts."""
 
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ pytest.importorskip("ctranslate2", reason='runs after pip install "hf_transforme
 
 import ctranslate2
 
-from hf_transformer_block import export_ctranslate2
+from hf_transformer_block import export_ctranslate2, export_ctranslate2_check
 from hf_transformer_block.export_ctranslate2 import export
 from hf_transformer_block.export_ctranslate2_options import generation_options, list_tokens
 
@@ -272,6 +273,21 @@ def test_other_numbers_are_refused_with_the_numbers(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"its log-probabilities differ by \d.*greedy texts are the same"):
         export(model, tiny_tokenizer(), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_mostly_other_texts_are_refused_though_the_numbers_are_right(tmp_path, monkeypatch):
+    model, run = random_model(DECODER), export_ctranslate2_check.run_generator
+
+    def change(*args):
+        scores, written = run(*args)
+        return scores, [*written[: 8 - changed], *[[*text, "w5"] for text in written[8 - changed :]]]
+
+    monkeypatch.setattr(export_ctranslate2_check, "run_generator", change)
+    for changed in (4, 5):
+        refused = pytest.raises(ValueError, match="3 of 8 greedy texts are the same; try another version")
+        with refused if changed == 5 else nullcontext():
+            export(model, tiny_tokenizer(), tmp_path)
+            assert changed == 4
 
 
 def test_the_vocabulary_is_the_tokenizers(tmp_path):
