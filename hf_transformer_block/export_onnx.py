@@ -9,6 +9,8 @@ Letters in shapes: B batch, L target length, S source length, D hidden.
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +42,18 @@ class Comparison:
 
     Attributes:
         difference: largest difference of the outputs.
-        largest: largest of these, without sign.
+        largest: largest absolute value of the outputs.
     """
 
     difference: float
     largest: float
+
+
+def output_names(model: PreTrainedModel) -> list[str]:
+    """Returns what a class computes, by the names which transformers gives it."""
+    if isinstance(model, TransformerBlockForQuestionAnswering):
+        return ["start_logits", "end_logits"]
+    return ["last_hidden_state"] if isinstance(model, TransformerBlockModel) else ["logits"]
 
 
 class StackGraph(nn.Module):
@@ -88,13 +97,6 @@ class DecoderGraph(StackGraph):
             use_cache=False,
         )
         return tuple(outputs[name] for name in self.outputs)
-
-
-def output_names(model: PreTrainedModel) -> list[str]:
-    """Returns what a class computes, by the names which transformers gives it."""
-    if isinstance(model, TransformerBlockForQuestionAnswering):
-        return ["start_logits", "end_logits"]
-    return ["last_hidden_state"] if isinstance(model, TransformerBlockModel) else ["logits"]
 
 
 def require_static_rotation(model: PreTrainedModel) -> None:
@@ -159,6 +161,35 @@ def compare(graph: StackGraph, model: PreTrainedModel, file: Path) -> Comparison
     return Comparison(difference, largest)
 
 
+@contextmanager
+def attending_by_sdpa(model: PreTrainedModel) -> Iterator[None]:
+    """Has a model attend by the function that torch can trace, and gives it its own back whatever happens."""
+    backend = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(backend)
+
+
+def write_checked(graph: StackGraph, model: PreTrainedModel, file: Path) -> Comparison:
+    """Writes a graph and returns how equal it is; raises ValueError as `export` says."""
+    try:
+        write_graph(graph, model, file)
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error.__cause__ or error).split("\n")[0]
+        raise ValueError(
+            f"torch {torch.__version__} cannot make {file.name} of this model: {reason}"
+        ) from error
+    found = compare(graph, model, file)
+    if not found.difference <= TOLERANCE * found.largest:
+        raise ValueError(
+            f"onnxruntime {onnxruntime.__version__} computes something else: values of {file.name} differ by "
+            f"{found.difference:.3g}, where the largest is {found.largest:.3g}; try another version"
+        )
+    return found
+
+
 def write_config(model: PreTrainedModel, file: Path) -> None:
     """Writes labels, special tokens and sizes, for whoever reads them; no code of ours stands beside them."""
     config = model.config.to_dict()
@@ -186,24 +217,8 @@ def export(
         graphs = {"encoder.onnx": EncoderGraph(model), "decoder.onnx": DecoderGraph(model)}
     else:
         graphs = {"model.onnx": StackGraph(model)}
-    backend = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    comparisons = {}
-    for name, graph in graphs.items():
-        try:
-            write_graph(graph, model, folder / name)
-        except torch.onnx.OnnxExporterError as error:
-            reason = str(error.__cause__ or error).split("\n")[0]
-            raise ValueError(
-                f"torch {torch.__version__} cannot make {name} of this model: {reason}"
-            ) from error
-        found = comparisons[name] = compare(graph, model, folder / name)
-        if not found.difference <= TOLERANCE * found.largest:
-            raise ValueError(
-                f"onnxruntime {onnxruntime.__version__} computes something else: values of {name} differ by "
-                f"{found.difference:.3g}, where the largest is {found.largest:.3g}; try another version"
-            )
-    model.set_attn_implementation(backend)
+    with attending_by_sdpa(model):
+        comparisons = {name: write_checked(graph, model, folder / name) for name, graph in graphs.items()}
     write_config(model, folder / "config.json")
     if tokenizer is not None:
         tokenizer("")  # forgets the padding and truncation of the last call, which would be saved as well

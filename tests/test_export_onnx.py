@@ -137,8 +137,11 @@ def test_what_torch_cannot_trace_is_refused_in_one_line(tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(torch.onnx, "export", fail)
+    model = build(TransformerBlockForCausalLM, "decoder", "modern")
+    model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match=r"cannot make model.onnx of this model: no such operator$"):
-        export(build(TransformerBlockForCausalLM, "decoder", "modern"), None, tmp_path)
+        export(model, None, tmp_path)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_the_folder_of_a_reader(tmp_path, monkeypatch):
