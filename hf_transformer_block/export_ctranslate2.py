@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .convert import TOLERANCE
 from .export_ctranslate2_check import Comparison, compare
 from .export_ctranslate2_options import end_token_id, list_tokens, start_token_id
+from .folders import save_tokenizer
 from .modeling_hf_transformer_block import (
     TransformerBlock,
     TransformerBlockAttention,
@@ -235,6 +236,5 @@ def export(
     save_spec(model, tokenizer, folder, quantization)
     if quantization != "float32":
         comparisons[quantization] = compare(model, tokenizer, folder, quantization)
-    tokenizer("")  # forgets the padding and truncation of the last call, which would be saved as well
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     return comparisons

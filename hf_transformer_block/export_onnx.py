@@ -21,6 +21,7 @@ from torch.export import Dim
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .convert import TOLERANCE
+from .folders import save_tokenizer
 from .modeling_hf_transformer_block import TransformerBlockForQuestionAnswering, TransformerBlockModel
 
 
@@ -221,6 +222,5 @@ def export(
         comparisons = {name: write_checked(graph, model, folder / name) for name, graph in graphs.items()}
     write_config(model, folder / "config.json")
     if tokenizer is not None:
-        tokenizer("")  # forgets the padding and truncation of the last call, which would be saved as well
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
     return comparisons

@@ -9,8 +9,15 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import cached_file, is_sentencepiece_available
 
 
@@ -29,7 +36,7 @@ def require_free(folder: Path) -> None:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """Yields a hidden folder beside the final one, renamed at the end: a failure leaves nothing behind."""
+    """Yields a hidden folder beside the final one, renamed at the end; of a failure only new parents stay."""
     require_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as hidden:
@@ -42,15 +49,19 @@ def written_whole(folder: Path) -> Iterator[Path]:
         written.rename(folder)
 
 
-def megabytes(*sizes: int) -> str:
-    """Returns the sum of sizes in bytes, for people."""
-    return f"{sum(sizes) / 1e6:,.1f} MB"
+def human(size: float) -> str:
+    """Returns a number of bytes as people say it."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:  # from there three digits would be 1e+03
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
 
 
 def describe_files(folder: Path) -> str:
     """Returns how many files a folder holds, and how large they are."""
     sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    return f"{len(sizes)} files, {megabytes(*sizes)}"
+    return f"{len(sizes)} files, {human(sum(sizes))}"
 
 
 def shorten(error: Exception) -> str:
@@ -73,6 +84,24 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the reader of tokenizer.json raises nothing more specific
         raise ValueError(f"the tokenizer of {name} cannot be loaded: {shorten(error)}") from error
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> list[Path]:
+    """Saves a tokenizer, and returns its files."""
+    tokenizer("")  # forgets the padding and truncation of the last call, which would be saved as well
+    return [Path(file) for file in tokenizer.save_pretrained(folder)]
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Returns a model's configuration; raises ValueError if there is none, or a broken one."""
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except StrictDataclassError as error:
+        raise ValueError(f"{name} has a broken config.json: {shorten(error.__cause__ or error)}") from error
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(
+            f"{name} is no folder with a model and no id on the Hub: {shorten(error)}"
+        ) from error
 
 
 def load_whole(loader: type, name: str, **kwargs: Any) -> PreTrainedModel:

@@ -19,6 +19,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetsError
 from transformers import PreTrainedTokenizerBase
 
 from . import batches, reading
+from .folders import save_tokenizer
 from .reading import hash_file, is_unicode
 from .tasks.base import BadRow, Example, Row, Split, Task
 
@@ -143,9 +144,8 @@ def identify_task(task: Task) -> list[str]:
 
 def identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns the contents of a tokenizer's files."""
-    tokenizer("")  # forgets the padding and truncation of the last call, which would be saved as well
     with tempfile.TemporaryDirectory() as folder:
-        return [hash_file(file) for file in sorted(map(Path, tokenizer.save_pretrained(folder)))]
+        return [hash_file(file) for file in sorted(save_tokenizer(tokenizer, folder))]
 
 
 def infer_types(rows: Iterator[Row]) -> Features:

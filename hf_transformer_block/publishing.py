@@ -9,18 +9,10 @@ from torch import Tensor
 
 from .card import find_auto_class
 from .card_checks import front_matter
+from .folders import human
 from .hub import Place, Push, Pushed, adding, told, unproven
 from .proof import probe, prove
 from .staging import Staged, read_config
-
-
-def human(size: float) -> str:
-    """Returns a number of bytes as people say it."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def list_files(staged: Staged) -> str:
@@ -75,8 +67,7 @@ def prove_folder(
 ) -> dict[str, Tensor]:
     """Returns what the original computes; raises ValueError unless what was staged computes the same."""
     try:
-        has_tokenizer = (staged.folder / "tokenizer_config.json").exists()
-        original = probe(folder, is_stranger=False, has_tokenizer=has_tokenizer)
+        original = probe(folder, is_stranger=False, has_tokenizer=staged.has_tokenizer)
         if not is_pushed:
             say(prove(original, staged.folder))
     except ValueError as error:
@@ -148,6 +139,5 @@ def publish(folder: Path, staged: Staged, place: Place, is_there: bool, say: Cal
     if pushed.revision.startswith("refs/pr/"):
         say(f"open for review: {api.endpoint}/{repo_id}/discussions/{pushed.revision.split('/')[-1]}")
     auto_class = find_auto_class(read_config(folder))
-    has_tokenizer = (staged.folder / "tokenizer_config.json").exists()
-    say(f"\n{snippet(repo_id, pushed.commit, auto_class, has_tokenizer)}")
+    say(f"\n{snippet(repo_id, pushed.commit, auto_class, staged.has_tokenizer)}")
     return pushed

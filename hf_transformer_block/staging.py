@@ -77,6 +77,10 @@ class Staged:
     is_whole: bool = True  # else the model card alone
     is_edited: bool = False  # README.md differs from what the records give
 
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.folder / "tokenizer_config.json").exists()
+
 
 def modules_of(names: Iterable[Any]) -> set[str]:
     """Returns the files of the classes in an auto_map, of which an entry may hold several or None."""

@@ -19,12 +19,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its threads
 
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,11 +29,11 @@ from transformers import (
 from hf_transformer_block.convert import convert, convert_config
 from hf_transformer_block.folders import (
     describe_files,
+    human,
+    load_config,
     load_tokenizer,
     load_whole,
-    megabytes,
     require_free,
-    shorten,
     written_whole,
 )
 
@@ -45,20 +42,6 @@ SNIPPET = """
 from transformers import {auto}{and_tokenizer}
 
 {tokenizer}model = {auto}.from_pretrained({folder!r}, trust_remote_code=True)"""
-
-
-def load_config(name: str) -> PreTrainedConfig:
-    """Returns a checkpoint's configuration; raises ValueError unless our block can represent it."""
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except StrictDataclassError as error:
-        raise ValueError(f"{name} has a broken config.json: {shorten(error.__cause__ or error)}") from error
-    except (ValueError, OSError, KeyError) as error:
-        raise ValueError(
-            f"{name} is no folder with a checkpoint and no id on the Hub: {shorten(error)}"
-        ) from error
-    convert_config(config)
-    return config
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
@@ -74,6 +57,7 @@ def run(source: str, out: str) -> None:
     folder = Path(out).resolve()
     require_free(folder)
     config = load_config(source)
+    convert_config(config)  # raises ValueError for what our block cannot represent
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         print("tokenizer: none beside the source")
@@ -82,7 +66,7 @@ def run(source: str, out: str) -> None:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     theirs = load_whole(auto, source, dtype="auto")
     dtype = str(theirs.dtype).removeprefix("torch.")
-    size = megabytes(*(weight.nbytes for weight in theirs.parameters()))
+    size = human(sum(weight.nbytes for weight in theirs.parameters()))
     print(f"source: {type(theirs).__name__}, {theirs.num_parameters():,} parameters, {dtype}, {size}")
     ours = convert(theirs)
     print(f"converted: {type(ours).__name__}, {ours.num_parameters():,} parameters, same logits in float32")

@@ -29,17 +29,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its t
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_transformer_block
 from hf_transformer_block.folders import (
     describe_files,
+    human,
+    load_config,
     load_tokenizer,
     load_whole,
-    megabytes,
     require_free,
-    shorten,
     written_whole,
 )
 
@@ -84,14 +83,7 @@ WITHOUT_FILE = {  # SentencePiece's tokenizers have no tokenizer.json
 
 def load_model(name: str) -> PreTrainedModel:
     """Returns a model in float32, of the class it was saved from; raises ValueError if it is not whole."""
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except StrictDataclassError as error:
-        raise ValueError(f"{name} has a broken config.json: {shorten(error.__cause__ or error)}") from error
-    except (ValueError, OSError, KeyError) as error:
-        raise ValueError(
-            f"{name} is no folder with a model and no id on the Hub: {shorten(error)}"
-        ) from error
+    config = load_config(name)
     if config.model_type != hf_transformer_block.TransformerBlockConfig.model_type:
         raise ValueError(
             f"{name} is a {config.model_type}, no model of this family: scripts/convert.py makes one of a "
@@ -153,7 +145,7 @@ def run(arguments: argparse.Namespace) -> None:
             f'--format {arguments.format} needs {missing[0]}: pip install "hf_transformer_block[export]"'
         )
     model = load_model(arguments.model)
-    size = megabytes(*(weight.nbytes for weight in model.parameters()))
+    size = human(sum(weight.nbytes for weight in model.parameters()))
     print(f"model: {type(model).__name__}, {model.num_parameters():,} parameters, {size} in float32")
     tokenizer = load_tokenizer(arguments.model)
     if tokenizer is None and arguments.format == "ctranslate2":
