@@ -182,14 +182,21 @@ def template_values(folder: Path, config: dict[str, Any], metrics: dict[str, Any
     }
 
 
-def fill(template: str, values: dict[str, Any]) -> str:
-    """Returns a template with its values; raises UndefinedError for one that is missing."""
+def grouped(number: int) -> str:
+    """Returns a number with commas between thousands; raises TypeError if it is none."""
+    if not isinstance(number, int):
+        raise TypeError(f"{str(number)!r} is no whole number")  # str() names a value that is missing
+    return f"{number:,}"
+
+
+def compile_template(text: str) -> jinja2.Template:
+    """Returns a template that raises UndefinedError for a value that is missing."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters["grouped"] = lambda number: f"{number + 0:,}"  # of a text a TypeError
+    environment.filters["grouped"] = grouped
     environment.filters["python"] = lambda value: json.dumps(value, ensure_ascii=False)
-    return environment.from_string(template).render(values)
+    return environment.from_string(text)
 
 
 def render_card(
@@ -223,12 +230,13 @@ def render_card(
     options = {"license": license, "language": language, "datasets": datasets, "repo_id": repo_id}
     config = read_record(folder, "config.json")
     metrics = read_record(folder, "metrics.json") if (folder / "metrics.json").exists() else None
+    compiled = compile_template(template)
     try:
         data = build_metadata(config, metrics, options)
         values = template_values(folder, config, metrics)
         values |= {"metadata": data.to_yaml(), "card": data, "repo_id": repo_id, "revision": revision}
-        return fill(template, values)
-    except (AttributeError, IndexError, KeyError, TypeError, jinja2.TemplateError) as error:
+        return compiled.render(values)
+    except (AttributeError, IndexError, KeyError, TypeError, jinja2.UndefinedError) as error:
         raise ValueError(
             f"the card of {folder} needs a value that metrics.json or config.json lacks or has in another "
             f"shape ({error}): {RESUME}"

@@ -12,6 +12,7 @@ import torch
 from conftest import load_script, tiny_config, tiny_tokenizer
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from jinja2 import TemplateSyntaxError
 from local_hub.cards import check_card as hub_check
 
 
@@ -243,6 +244,18 @@ def test_a_missing_value_is_an_error(way, folder):
     del where[way[-1]]
     with pytest.raises(ValueError, match=f"lacks .*{'data|test' if way[0] == 'data' else way[-1]}.*--resume"):
         render_card(write(folder, metrics), TEMPLATE)
+
+
+@pytest.mark.parametrize("value", ["24", 24.5, None])
+def test_a_count_of_another_shape_is_an_error(value, folder):
+    with pytest.raises(ValueError, match=f"'{value}' is no whole number.*--resume"):
+        render_card(write(folder, records("translation", seconds=value)), TEMPLATE)
+
+
+@pytest.mark.parametrize("broken", ["{% if %}", "{{ 1 | no_filter }}", "{{ metadata "])
+def test_a_broken_template_is_not_blamed_on_the_records(broken, folder):
+    with pytest.raises(TemplateSyntaxError):
+        render_card(folder, TEMPLATE + broken)
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "architecture", "dropout", "vocab_size", "model_type"])
