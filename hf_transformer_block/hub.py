@@ -102,6 +102,21 @@ def told(doing: str, remedy: str) -> Iterator[None]:
         raise ValueError(f"{doing}: {reason(error)}; {remedy}") from error
 
 
+@contextmanager
+def making(what: str, repo_id: str) -> Iterator[None]:
+    """Turns the errors of a request into words: a repository or a branch may be made although it failed."""
+    try:
+        with told(f"cannot write to {repo_id}", "nothing was pushed: check what the token may do"):
+            yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"{INTERRUPTED}; {what} may have been made") from error
+    except ValueError as error:
+        status = status_of(error.__cause__)
+        if status is None or status in PASSING:
+            raise ValueError(f"{error}; {what} may have been made") from error
+        raise
+
+
 def login(api: HfApi, place: Place) -> str:
     """Returns the full id of the repository, whose namespace the token may write to; raises ValueError."""
     if constants.HF_HUB_OFFLINE:

@@ -21,29 +21,33 @@ PACKAGE = "hf_transformer_block"
 TEXT = "A model is what it computes: 1 + 1 = 2, ja?"
 
 
+class UnfitError(ValueError):
+    """What is wrong with a model that does load, as a whole sentence."""
+
+
 def check_weights(model: torch.nn.Module, report: dict[str, Any]) -> None:
-    """Raises ValueError, with their names, unless a model's tensors are those of its files, and numbers."""
+    """Raises UnfitError, with their names, unless a model's tensors are those of its files, and numbers."""
     mismatched = [
         f"{name} {tuple(found)}, not {tuple(wanted)}" for name, found, wanted in report["mismatched_keys"]
     ]
     broken = [name for name, tensor in model.named_parameters() if not tensor.isfinite().all()]
     for what, names in {
         "lack": report["missing_keys"],
-        "have too much": report["unexpected_keys"],
+        "hold what the model lacks": report["unexpected_keys"],
         "have another shape than config.json says": mismatched,
         "hold NaN or infinity": broken,
     }.items():
         if names:
             shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(f"the weights {what}: {shown}")
+            raise UnfitError(f"the weights {what}: {shown}")
 
 
 def check_generation(model: torch.nn.Module, ids: torch.Tensor, tokenizer: Any) -> None:
-    """Raises ValueError for settings of a folder with which generation fails, in whatever way."""
+    """Raises UnfitError for settings of a folder with which generation fails, in whatever way."""
     try:
         model.generate(ids, max_new_tokens=2, tokenizer=tokenizer)
     except Exception as error:
-        raise ValueError(f"it cannot generate as its generation_config.json says: {error}") from error
+        raise UnfitError(f"it cannot generate as its generation_config.json says: {error}") from error
 
 
 def compute(
@@ -77,7 +81,7 @@ def compute(
     }
     for name, value in results.items():
         if not value.isfinite().all():
-            raise ValueError(f"the {name} hold NaN or infinity")
+            raise UnfitError(f"the {name} hold NaN or infinity")
     if tokenizer:
         results["tokens"] = torch.tensor(tokenizer(TEXT)["input_ids"])
     return results

@@ -23,7 +23,7 @@ def probe(model: str | Path, revision: str | None = None, *, is_stranger: bool, 
     The user's token is lent only to the process that loads from the Hub, never to a folder's code.
 
     Raises:
-        ValueError: it does not load, with that process's error.
+        ValueError: it does not load, or is not fit, with that process's error.
     """
     request = {"model": str(model.resolve() if isinstance(model, Path) else model), "revision": revision}
     request |= {"is_stranger": is_stranger, "has_tokenizer": has_tokenizer}
@@ -46,7 +46,9 @@ def probe(model: str | Path, revision: str | None = None, *, is_stranger: bool, 
         )
         if done.returncode:
             errors = re.findall(r"^\w[\w.]*(?:Error|Exception)\b.*", done.stderr, flags=re.MULTILINE)
-            raise ValueError(f"it does not load: {errors[-1] if errors else f'exit code {done.returncode}'}")
+            told = errors[-1] if errors else f"exit code {done.returncode}"
+            is_unfit = told.startswith("UnfitError: ")  # of probe.py, which has loaded it
+            raise ValueError(told.removeprefix("UnfitError: ") if is_unfit else f"it does not load: {told}")
         return load_file(result)
 
 

@@ -1,7 +1,7 @@
 """Publishes a model on the Hub: looks, proves, pushes, and proves again what came back."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -10,7 +10,7 @@ from torch import Tensor
 from .card import find_auto_class
 from .card_checks import front_matter
 from .folders import human
-from .hub import Place, Push, Pushed, adding, told, unproven
+from .hub import Place, Push, Pushed, adding, making, told, unproven
 from .proof import probe, prove
 from .staging import Staged, read_config
 
@@ -78,14 +78,15 @@ def prove_folder(
 def send(push: Push, is_there: bool, has_branch: bool) -> Pushed:
     """Makes what is missing of repository and branch, and the commit on it."""
     api, place, repo_id = push.api, push.place, push.repo_id
-    words = (f"cannot write to {repo_id}", "nothing was pushed: check what the token may do")
-    if not is_there:
-        with told(*words):
-            api.create_repo(repo_id, private=place.private or None)
-    with nullcontext() if is_there else adding(f"the empty repository {repo_id} was made before"):
+    with ExitStack() as notes:
+        if not is_there:
+            with making(f"the repository {repo_id}", repo_id):
+                api.create_repo(repo_id, private=place.private or None)
+            notes.enter_context(adding(f"the repository {repo_id} was made for this push"))
         if not has_branch and place.branch != "main":
-            with told(*words):
+            with making(f"the branch {place.branch}", repo_id):
                 api.create_branch(repo_id, branch=place.branch, exist_ok=True)
+            notes.enter_context(adding(f"the branch {place.branch} was made for this push"))
         what = "the model" if push.staged.is_whole else "the card"
         return push.run(f"Push {what} with hf_transformer_block")
 
@@ -111,6 +112,15 @@ def finish(
         raise ValueError(f"{repo_id} has commit {pushed.commit}, but from there {error}") from error
 
 
+def conclude(push: Push, pushed: Pushed, auto_class: str, say: Callable[[str], None]) -> None:
+    """Says where the commit is and how it loads."""
+    endpoint, repo_id = push.api.endpoint, push.repo_id
+    say(f"{endpoint}/{repo_id}: commit {pushed.commit} on {pushed.revision}")
+    if pushed.revision.startswith("refs/pr/"):
+        say(f"open for review: {endpoint}/{repo_id}/discussions/{pushed.revision.split('/')[-1]}")
+    say(f"\n{snippet(repo_id, pushed.commit, auto_class, push.staged.has_tokenizer)}")
+
+
 def publish(folder: Path, staged: Staged, place: Place, is_there: bool, say: Callable[[str], None]) -> Pushed:
     """
     Checks, pushes, and checks what came back.
@@ -124,20 +134,20 @@ def publish(folder: Path, staged: Staged, place: Place, is_there: bool, say: Cal
         ValueError: in one sentence, which says whether anything was pushed and what to do.
         KeyboardInterrupt: likewise; it has no words if nothing was pushed.
     """
-    api, repo_id = HfApi(), place.repo_id
-    push = Push(api, staged, place)
+    push, repo_id = Push(HfApi(), staged, place), place.repo_id
+    auto_class = find_auto_class(read_config(folder))
     has_branch, found, makes_tag = look(push, is_there)
     original = prove_folder(folder, staged, found is not None, say) if staged.is_whole else None
     pushed = found or send(push, is_there, has_branch)
-    if not pushed.is_new:
-        say(f"nothing to do: {pushed.revision} of {repo_id} holds these very files")
     try:
+        if not pushed.is_new:
+            say(f"nothing to do: {pushed.revision} of {repo_id} holds these very files")
         finish(push, pushed, makes_tag, original, say)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(unproven(repo_id, pushed.commit)) from error
-    say(f"{api.endpoint}/{repo_id}: commit {pushed.commit} on {pushed.revision}")
-    if pushed.revision.startswith("refs/pr/"):
-        say(f"open for review: {api.endpoint}/{repo_id}/discussions/{pushed.revision.split('/')[-1]}")
-    auto_class = find_auto_class(read_config(folder))
-    say(f"\n{snippet(repo_id, pushed.commit, auto_class, staged.has_tokenizer)}")
+    try:
+        conclude(push, pushed, auto_class, say)
+    except KeyboardInterrupt as error:
+        all_done = f"interrupted, but all is done: {repo_id} has commit {pushed.commit}"
+        raise KeyboardInterrupt(all_done) from error
     return pushed

@@ -10,8 +10,10 @@ import torch
 from conftest import load_script, tiny_config
 from local_hub import Fault
 from pushing import (
+    HERE,
     ONLY_LFS,
     REPOSITORY,
+    ROOT,
     api_of,
     commits,
     push,
@@ -21,7 +23,11 @@ from pushing import (
 from safetensors.torch import load_file, save_file
 
 from hf_transformer_block import TransformerBlockForCausalLM
+from hf_transformer_block.hub import check_access
 from hf_transformer_block.probe import compute
+from hf_transformer_block.proof import probe
+from hf_transformer_block.publishing import publish
+from hf_transformer_block.staging import staged_model as staged_folder
 
 
 AGAIN = "; running it again is safe"
@@ -68,14 +74,59 @@ def test_ctrl_c_in_the_script_says_so_before_the_commit_and_after_it(hub, pushes
 
 
 @ONLY_LFS
-def test_a_first_push_that_fails_says_that_it_made_an_empty_repository(hub, pushes, waits):
+def test_a_first_push_that_fails_says_that_it_made_a_repository_and_a_branch(hub, pushes, waits):
     hub.faults.append(Fault("POST", "/commit/", status=403, times=99))
-    error, _ = pushes()
+    error, _ = pushes("--branch", "next")
+    made = "the branch next was made for this push; the repository alice/small was made for this push"
     assert "nothing was pushed" in error
-    assert error.endswith("; the empty repository alice/small was made before")
-    error, _ = pushes()
+    assert error.endswith(f"; {made}")
+    error, _ = pushes("--branch", "next")
     assert "nothing was pushed" in error
     assert "was made" not in error
+
+
+@ONLY_LFS
+def test_ctrl_c_after_the_first_commit_tells_no_contradiction(hub, pushes):
+    hub.faults.append(Fault("POST", "/commit/", lose_answer=True, hook=interrupt))
+    error, _ = pushes()
+    assert "has commit" in error
+    assert "nothing was pushed" not in error
+    assert error.endswith(f"; the repository alice/small was made for this push{AGAIN}")
+
+
+@ONLY_LFS
+@pytest.mark.parametrize(
+    ("way", "flags", "what"),
+    [("/repos/create", [], "repository alice/small"), ("/branch/", ["--branch", "next"], "branch next")],
+)
+def test_a_request_to_make_something_that_is_cut_off_may_have_made_it(
+    hub, pushes, waits, monkeypatch, way, flags, what
+):
+    monkeypatch.setattr("hf_transformer_block.publishing.prove_folder", lambda *args: None)
+    hub.faults.append(Fault("POST", way, status=403))
+    assert "may have been made" not in pushes(*flags)[0]
+    for fault in ({"hook": interrupt, "delay": 0.1}, {"lose_answer": True, "times": 99}):
+        if api_of(hub).repo_exists(REPOSITORY):
+            api_of(hub).delete_repo(REPOSITORY)
+        hub.faults[:] = [Fault("POST", way, **fault)]
+        error, _ = pushes(*flags)
+        assert "nothing was pushed" in error
+        assert f"; the {what} may have been made" in error
+
+
+@ONLY_LFS
+@pytest.mark.usefixtures("pushes")
+def test_ctrl_c_after_everything_says_that_all_is_done(hub, saved):
+    place, is_there = check_access(api_of(hub), HERE)
+
+    def say(line: str) -> None:
+        if "from_pretrained" in line:
+            raise KeyboardInterrupt
+
+    card, license = ROOT / "model_card.md", ROOT / "LICENSE"
+    with staged_folder(saved, card, license) as staged, pytest.raises(KeyboardInterrupt) as error:
+        publish(saved, staged, place, is_there, say)
+    assert str(error.value) == f"interrupted, but all is done: alice/small has commit {commits(hub)[0]}"
 
 
 @ONLY_LFS
@@ -134,7 +185,7 @@ def spoil(folder: Path, what: str) -> None:
     name = next(name for name in weights if name.endswith("q_proj.weight"))
     if what == "lack":
         del weights[name]
-    elif what == "have too much":
+    elif what == "hold what the model lacks":
         weights["extra.weight"] = torch.zeros(2)
     elif what == "hold NaN or infinity":
         weights[name][0, 0] = torch.nan
@@ -150,7 +201,7 @@ def spoil(folder: Path, what: str) -> None:
     ("what", "named"),
     [
         ("lack", r"q_proj\.weight"),
-        ("have too much", r"extra\.weight"),
+        ("hold what the model lacks", r"extra\.weight"),
         ("hold NaN or infinity", r"q_proj\.weight"),
         ("have another shape than config.json says", r"q_proj\.weight \(31, 32\), not \(32, 32\)"),
         ('{"num_beams": "x"}', "str"),
@@ -171,9 +222,15 @@ def test_a_folder_that_we_cannot_load_either_is_named(hub, saved, pushes):
     config = json.loads((saved / "config.json").read_text(encoding="utf-8"))
     (saved / "config.json").write_text(json.dumps(config | {"hidden_size": 64}), encoding="utf-8")
     error, _ = pushes()
-    assert f"{saved} is not fit for others, so it was not pushed" in error
-    assert "the weights have another shape than config.json says: " in error
+    told = "the weights have another shape than config.json says: "
+    assert f"{saved} is not fit for others, so it was not pushed: {told}" in error
     assert not api_of(hub).repo_exists(REPOSITORY)
+
+
+def test_settings_with_which_a_model_cannot_generate_are_no_fault_of_its_loading(writer):
+    spoil(writer, '{"num_beams": "x"}')
+    with pytest.raises(ValueError, match="^it cannot generate as its generation_config.json says: "):
+        probe(writer, is_stranger=False, has_tokenizer=False)
 
 
 @ONLY_LFS
