@@ -23,7 +23,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
     def refuse(number: str) -> None:
         raise ValueError(
-            f"{file} holds {number}, which JSON has no number for: mend the metric, or remove it"
+            f"{file} holds {number}, which JSON has no number for: put a finite one there, or take it out"
         )
 
     def finite(number: str) -> float:

@@ -120,6 +120,11 @@ def test_a_users_own_modules_go_along(saved):
             )
         ),
         ("metrics.json", '{"bleu": NaN}', "metrics.json holds NaN, which JSON has no number for"),
+        (
+            "config.json",
+            '{"a": NaN}',
+            "which JSON has no number for: put a finite one there",
+        ),
         ("metrics.json", '{"bleu": -Infinity}', "holds -Infinity"),
         ("metrics.json", '{"bleu": ', "is no JSON"),
         (
