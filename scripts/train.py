@@ -164,13 +164,13 @@ def write_results(run: Run, data: Data, scores: dict, seconds: int) -> None:
 
 
 def on_main(accelerator: Accelerator, check: Callable[[], object]) -> None:
-    """Checks in the main process, for which the others wait; raises its ValueError in all of them."""
+    """Checks in the main process, for which the others wait; raises its error as a ValueError in all."""
     fault = ""
     if accelerator.is_main_process:
         try:
             check()
-        except ValueError as error:
-            fault = str(error)
+        except (ValueError, OSError) as error:
+            fault = str(error) or type(error).__name__
     if fault := broadcast_object_list([fault])[0]:
         raise ValueError(fault)
 
@@ -190,7 +190,8 @@ def check_run(arguments: Arguments, accelerator: Accelerator) -> None:
         raise ValueError(
             "--ema_decay needs whole weights, which DeepSpeed keeps to itself: leave it out, or use FSDP2"
         )
-    if place := arguments.push_to_hub and hub.Place(arguments.push_to_hub):  # not after hours of training
+    if arguments.push_to_hub:  # not after hours of training
+        place = hub.Place(arguments.push_to_hub)
         on_main(accelerator, lambda: hub.check_access(HfApi(), place))
 
 

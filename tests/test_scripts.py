@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import load_script, tiny_config
 from safetensors.torch import load_file
 
@@ -153,6 +154,15 @@ def test_models_that_cannot_be_are_refused(train_script, flags, message):
     arguments = train_script.Arguments(**flags)
     with pytest.raises(ValueError, match=re.escape(message)):
         train_script.build_config(arguments, Translation())
+
+
+@pytest.mark.parametrize("error", [ValueError("too few rows"), OSError("disk is gone"), OSError()])
+def test_any_fault_of_the_main_process_is_told_to_all(train_script, error):
+    def check() -> None:
+        raise error
+
+    with pytest.raises(ValueError, match=str(error) or "OSError"):
+        train_script.on_main(Accelerator(cpu=True), check)
 
 
 @pytest.mark.parametrize("preset", ["vaswani", "modern"])
