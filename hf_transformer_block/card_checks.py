@@ -38,7 +38,7 @@ def front_matter(text: str) -> dict[str, Any]:
         raise ValueError("README.md does not begin with metadata: put them first, between two lines of ---")
     try:
         data = yaml.safe_load(match[2])
-    except (yaml.YAMLError, ValueError) as error:  # the latter for a date that there is not
+    except (yaml.YAMLError, ValueError) as error:  # the latter for a date that does not exist
         reason = " ".join(str(error).split())
         raise ValueError(f"README.md: the metadata are no YAML ({reason}): mend that line") from error
     if not isinstance(data, dict):
