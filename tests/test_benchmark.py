@@ -1,0 +1,148 @@
+"""Tests of scripts/benchmark.py: what it compares, what it makes of the times, and one run of it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import load_script
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_transformer_block.tutorial import TransformerBlock
+
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+pytest.importorskip("x_transformers", reason='runs after pip install "hf_transformer_block[bench]"')
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return load_script("benchmark")
+
+
+@pytest.fixture
+def peers(benchmark):
+    return benchmark.peers
+
+
+@pytest.fixture
+def shape(peers):
+    return peers.Shape(layers=2, width=32, heads=2, inner=64, vocabulary=50, batch=3, length=7)
+
+
+def flops(run) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "marian"])
+def test_the_bare_products_are_those_of_a_training_step(peers, shape, kind):
+    model = getattr(peers, kind)(shape)
+    model.set_attn_implementation("eager")
+    step = peers.train_step(model, shape, "cpu", torch.float32)
+    assert flops(peers.products(shape, "cpu", torch.float32, is_pair=kind == "marian")) == flops(step)
+
+
+def test_contestants_have_one_size(peers, shape):
+    for build in (peers.gpt2, peers.llama, peers.marian):  # a Marian's table of positions is never trained
+        theirs = build(shape)
+        assert peers.ours(theirs).num_parameters() == theirs.num_parameters(only_trainable=True)
+    wide = replace(shape, width=64, inner=256, layers=4)
+    encoders = [
+        peers.our_encoder(wide).model.layers,
+        peers.bert(wide).bert.encoder,
+        peers.TorchEncoder(wide).encoder,
+    ]
+    assert len({sum(weight.numel() for weight in encoder.parameters()) for encoder in encoders}) == 1
+
+
+@pytest.mark.parametrize("kind", ["bert", "our_encoder", "TorchEncoder", "XTransformers", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_training_step_learns(peers, shape, kind, dtype):
+    model = getattr(peers, kind)(shape)
+    step = peers.train_step(model, shape, "cpu", dtype)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    step()
+    changed = [name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])]
+    assert len(changed) > 0.8 * len(before)
+
+
+def test_translations_and_continuations_have_the_length_asked_for(peers, shape):
+    model = peers.ours(peers.marian(shape))
+    assert peers.generate(model, shape, "cpu", 5, num_beams=2)().shape == (3, 6)
+    assert peers.generate(peers.llama(shape), shape, "cpu", 5)().shape == (3, 12)
+    for folder in (peers.ctranslate2_of_marian(shape), peers.ctranslate2_of_ours(shape)):
+        results = peers.translate_by_ctranslate2(folder, shape, "cpu", 5, 2)()
+        assert [len(result.hypotheses[0]) for result in results] == [5, 5, 5]
+
+
+def test_the_block_is_the_tutorials(peers, shape):
+    theirs, ours = peers.TutorialBlock(shape.width, shape.heads, 2), TransformerBlock(32, 2, 0.0, 2)
+    theirs.load_state_dict({name.removeprefix("attention."): w for name, w in ours.state_dict().items()})
+    inputs = torch.randn(2, 9, shape.width)
+    torch.testing.assert_close(theirs(inputs), ours(inputs, inputs, inputs, None), rtol=1e-5, atol=1e-5)
+    peers.our_block(shape, "cpu")()
+
+
+def test_ratios_by_hand(benchmark):
+    figures = {
+        "A": {"median": 3.0, "peak_mib": 50.0},
+        "B": {"median": 2.0, "peak_mib": 80.0},
+        "ours, slow": {"median": 9.0, "peak_mib": 1.0},
+        "ours": {"median": 1.0, "peak_mib": 20.0},
+        "limit": {"median": 0.5},
+    }
+    assert benchmark.summarize(figures) == {
+        "peer / ours": 2.0,
+        "limit / ours": 0.5,
+        "memory of ours / of that peer": 0.25,
+        "memory of ours / least of the peers": 0.4,
+    }
+
+
+def test_contestants_take_turns(benchmark):
+    order = []
+    contestants = {name: lambda name=name: lambda: order.append(name) for name in ("A", "ours")}
+    figures = benchmark.measure(benchmark.Case("case", "nothing", contestants), "cpu", 0.0)
+    assert order == ["A", "ours"] * 4  # the first turn is not counted
+    assert figures["ours"]["rounds"] == 3
+
+
+@pytest.mark.slow
+def test_a_run_writes_what_it_prints(tmp_path):
+    file = tmp_path / "figures.json"
+    run = subprocess.run(
+        [
+            sys.executable,
+            SCRIPTS / "benchmark.py",
+            "block-2048",
+            "import",
+            "--threads",
+            "1",
+            "--output_file",
+            file,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    results = json.loads(file.read_text())
+    assert results["machine"]["threads"] == 1
+    assert "benchmark.py" in results["machine"]["command"]
+    case = results["cases"]["block-2048"]
+    assert set(case["figures"]) == {"tutorial", "ours"}
+    assert case["figures"]["tutorial"]["peak_mib"] > 200  # its scores alone: 8 heads of 2048 x 2048
+    assert f"peer / ours {case['ratios']['peer / ours']:.2f}" in run.stdout
+
+
+def test_a_case_that_is_none_is_told():
+    run = subprocess.run(
+        [sys.executable, SCRIPTS / "benchmark.py", "decode-2"], capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    assert "there is no case 'decode-2'; known: train-decoder" in run.stderr
