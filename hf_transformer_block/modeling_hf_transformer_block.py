@@ -283,7 +283,8 @@ class TransformerBlockAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = is_causal
-        self.head_dim = config.head_dim
+        # a configuration's field takes microseconds to read, and a step of generation few milliseconds
+        self.head_dim, self.attention_dropout = config.head_dim, config.attention_dropout
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.shares_projection = config.block_style == "tutorial"
         self.scaling = (config.hidden_size if self.shares_projection else config.head_dim) ** -0.5
@@ -323,7 +324,7 @@ class TransformerBlockAttention(nn.Module):
         """Returns the attention (B, L, H, K) by the chosen backend, and the probabilities if it has them."""
         backend = "eager" if output_attentions else self.config._attn_implementation
         interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-        dropout = self.config.attention_dropout if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0
         dtype, context = value.dtype, nullcontext()
         if self.training and backend == "sdpa" and is_half_on_cpu(value):
             # backward, torch's kernel takes 15 times as long in bfloat16 for 16 tokens, thrice for 128
