@@ -409,8 +409,8 @@ def test_losses_that_are_not_finite_end_a_run_before_they_spoil_a_checkpoint(who
     assert "Traceback" not in printed
     # the learning rate is 0 in the first update; the second or third leaves weights that no loss can hold
     found = re.search(
-        r"train.py: loss or gradient was not finite in 5 updates in a row, the last being update (\d+) \(rows "
-        r"(.*?) of those to train on; the first begins .*?\); "
+        r"train.py: loss or gradient was not finite in 5 updates in a row, the last being update (\d+) "
+        r"\(rows (.*?) of those to train on; the first begins .*?\); "
         r"the last good checkpoint is step-(\d+)\. Look at these rows",
         printed,
     )
