@@ -9,7 +9,7 @@ Times this family and its peers side by side in one process, on random weights a
 Our models have the peer's own weights, by the function behind scripts/convert.py, or its shape where there is
 no such way. The contestants of a case take turns, so that a machine which is busy is busy for all. A ratio is
 a median / the median of our fastest: above 1, ours is faster. Memory is the peak of a process of its own,
-above what it held before the model was built.
+above what it held before the model was built (on Linux).
 """
 
 import argparse
@@ -233,18 +233,23 @@ def all_cases(device: str) -> dict[str, Case]:
     return {case.name: case for case in cases}
 
 
+def resident_memory(kind: str) -> float:
+    """Returns the memory of this process in MiB: "VmRSS" now, "VmHWM" at its peak."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind)]
+    return int(line.split()[1]) / 1024
+
+
 def peak_memory(device: str, case: str, contestant: str) -> float:
     """Returns the peak of a contestant in MiB, above the memory before it was built; in its own process."""
-    import resource
-
     build = all_cases(device)[case].contestants[contestant]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_memory("VmRSS")
     run = build()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: conversions are no part of it
     for _ in range(3):
         run()
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    return (
+        torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else resident_memory("VmHWM") - before
+    )
 
 
 def seconds_of(run: Run, device: str) -> float:
@@ -353,7 +358,7 @@ def main() -> None:
     print(json.dumps(results["machine"], indent=2))
     for name in tqdm(names, desc="cases", disable=None):
         figures = measure(cases[name], device, 5.0 if arguments.quick else 30.0)
-        if cases[name].has_memory and not arguments.quick:
+        if cases[name].has_memory and not arguments.quick and sys.platform == "linux":
             add_memory(cases[name], device, figures)
         ratios = summarize(figures)
         show(cases[name], figures, ratios)

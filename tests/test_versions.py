@@ -5,7 +5,7 @@ Every version stands in a folder of its own, which comes first on the path. HFTB
 these folders; without it pytest's cache keeps them.
 """
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
@@ -120,7 +120,8 @@ def test_the_floor_is_the_one_that_pip_is_told_and_the_oldest_that_is_tested():
 @pytest.fixture
 def overlay(request, version):
     """The folder with one version of transformers and what it needs in other versions than ours."""
-    if importlib.util.find_spec("pip") is None:
+    # not find_spec("pip"), by which setuptools takes this for pip's process: a later import of it fails then
+    if not list(importlib.metadata.distributions(name="pip")):
         pytest.skip("runs in an environment that has pip")
     root = os.environ.get("HFTB_OVERLAYS") or request.config.cache.mkdir("overlays")
     folder = Path(root).absolute() / version
