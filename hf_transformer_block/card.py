@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from . import __version__
 from .card_checks import as_list, check_card, front_matter, is_number, is_repo_id, metadata_problems
-from .model_files import read_text
+from .folders import read_text
 from .tasks import TASKS
 
 

@@ -16,7 +16,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from .card import is_edited, published_card
 from .card_checks import front_matter
-from .model_files import read_json, read_text, shaped
+from .folders import read_json, read_text, shaped
 
 
 MODEL_FILES = (
