@@ -1,7 +1,7 @@
 """
 Times this family and its peers side by side in one process, on random weights and tokens; downloads nothing.
 
-    python scripts/benchmark.py                                    every case: half an hour on 2 CPU cores
+    python scripts/benchmark.py                                    every case
     python scripts/benchmark.py --quick                            fewer rounds, fewer cases: two minutes
     python scripts/benchmark.py train-decoder decode-1             the cases named
     python scripts/benchmark.py --threads 1 --output_file a.json   on one thread, with every figure as json
@@ -253,6 +253,7 @@ def peak_memory(device: str, case: str, contestant: str) -> float:
 
 
 def seconds_of(run: Run, device: str) -> float:
+    """Returns how long a run takes, to the end of what a GPU has queued."""
     started = time.perf_counter()
     run()
     if device == "cuda":
@@ -340,7 +341,9 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help=f"Only {', '.join(QUICK)}, and few rounds of each."
     )
-    parser.add_argument("--threads", type=int, help="Threads of torch. Without: one for each core.")
+    parser.add_argument(
+        "--threads", type=int, help="Threads of torch. Without: as many as it takes by itself."
+    )
     parser.add_argument("--output_file", type=Path, help="File for all figures, as json.")
     arguments = parser.parse_args()
     names = arguments.cases or (QUICK if arguments.quick else list(cases))
@@ -351,7 +354,7 @@ def main() -> None:
         parser.error(f"--threads {arguments.threads} must be at least 1")
     if arguments.output_file and not arguments.output_file.parent.is_dir():
         parser.error(f"--output_file {arguments.output_file}: there is no folder for it")
-    torch.set_num_threads(arguments.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     results = {"machine": machine(device), "cases": {}}

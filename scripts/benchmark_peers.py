@@ -351,11 +351,7 @@ def load(model: PreTrainedModel) -> Run:
     folder = tempfile.TemporaryDirectory()
     model.save_pretrained(folder.name)
 
-    def run() -> None:
-        AutoModelForCausalLM.from_pretrained(folder.name, trust_remote_code=True)
-
-    run.folder = folder  # it lives as long as what reads it
-    return run
+    return lambda: AutoModelForCausalLM.from_pretrained(folder.name, trust_remote_code=True)
 
 
 def ours(peer: PreTrainedModel) -> PreTrainedModel:
