@@ -41,7 +41,7 @@ RESUME = "the training command with --resume writes the records anew"
 
 
 def read_record(folder: Path, name: str) -> dict[str, Any]:
-    """Returns a file's JSON object; raises ValueError if it is none."""
+    """Returns a file's JSON object, which may hold NaN: `eval_results` names the score. Raises ValueError."""
     try:
         record = json.loads(read_text(folder / name))
     except FileNotFoundError as error:
