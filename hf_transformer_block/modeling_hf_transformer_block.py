@@ -145,19 +145,47 @@ class TransformerBlockRotaryEmbedding(nn.Module):
         return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, L, R) -> (B, 1, L, R)
-    rotated, kept = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([rotated, kept], dim=-1) if kept.shape[-1] else rotated
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is an ordinary one on a CPU, and no compiler or tracer looks on."""
     is_seen = torch.compiler.is_compiling() or torch.jit.is_tracing()
     return tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not is_seen
+
+
+class Rotation(torch.autograd.Function):
+    """Rotates feature i (of R) together with i + R/2 by three passes forward and backward: it is its own gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        first, second = states.chunk(2, dim=-1)
+        rotated = states * cos
+        rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+        sin_first, sin_second = sin.chunk(2, dim=-1)
+        rotated_first.addcmul_(second, sin_first, value=-1)
+        rotated_second.addcmul_(first, sin_second)
+        return rotated
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return Rotation.apply(grad, cos, -sin), None, None
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, L, R) -> (B, 1, L, R)
+    rotated, kept = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
+    if states.requires_grad and cos.dtype.itemsize >= 4 and not cos.requires_grad and is_plain(states):
+        rotated = Rotation.apply(rotated.to(cos.dtype), cos, sin)
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+        rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([rotated, kept], dim=-1) if kept.shape[-1] else rotated
 
 
 class RootMeanSquareNorm(torch.autograd.Function):
@@ -1032,7 +1060,7 @@ def cross_entropy_gradient_(
     Rows without a label become 0. Smoothing's even share of both is left out, see `smooth_`. A CPU takes few
     rows at a time, which its cache holds through all the steps.
     """
-    few = max(1, 2**18 // logits.shape[1]) if logits.device.type == "cpu" else logits.shape[0]
+    few = max(1, 2**19 // logits.shape[1]) if logits.device.type == "cpu" else logits.shape[0]
     is_real = (labels != -100).unsqueeze(1)
     targets = labels.unsqueeze(1).masked_fill(~is_real, 0)
     is_real = is_real.float()
@@ -1107,8 +1135,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         total = hidden_states.new_zeros((), dtype=torch.float32)
-        # 8 MiB of float32 logits; 256 rows keep products efficient, and half precision can sum 1024
-        size = min(1024, max(256, 2**21 // vocab_size))
+        # 8 MiB of logits; 256 rows keep products efficient, and half precision can sum 1024
+        size = min(1024, max(256, 2**23 // dtype.itemsize // vocab_size))
         with torch.autocast(device, enabled=False):
             for start in range(0, labels.shape[0], size):
                 rows = slice(start, start + size)
@@ -1121,8 +1149,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     torch.mm(grad, weight, out=hidden_grad[rows])
                 if wants_weight and dtype == torch.float32:
                     weight_grad.addmm_(grad.t(), hidden)
-                elif wants_weight:
-                    weight_grad += grad.t() @ hidden
+                elif wants_weight:  # in parts, for a sum of two dtypes copies one of them
+                    for part, more in zip(
+                        weight_grad.split(1024), (grad.t() @ hidden).split(1024), strict=True
+                    ):
+                        part += more
             if label_smoothing:
                 shares = (labels != -100).float() * (label_smoothing / vocab_size)
                 smooth_(total, [hidden_grad, weight_grad, bias_grad], hidden_states, weight, bias, shares)
