@@ -11,8 +11,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING
 
@@ -63,16 +63,19 @@ CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters e
 
 def takes_either_cache_name(forward: Callable) -> Callable:
     """Lets a forward with an argument `cache` be called with `past_key_values` as well."""
+
+    def rename(*args, past_key_values: Cache | None, **kwargs):
+        return forward(*args, cache=past_key_values, **kwargs)
+
     if CACHE == "cache":
-        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
+        rename = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
 
     @wraps(forward)
-    def renaming(*args, **kwargs):
-        if "past_key_values" in kwargs:
-            kwargs["cache"] = kwargs.pop("past_key_values")
-        return forward(*args, **kwargs)
+    def forward_with_either(*args, **kwargs):
+        return (rename if "past_key_values" in kwargs else forward)(*args, **kwargs)
 
-    return renaming
+    forward_with_either.__signature__ = inspect.signature(forward)  # `generate` asks for it with every token
+    return forward_with_either
 
 
 def update_cache(
@@ -152,16 +155,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Rotation(torch.autograd.Function):
-    """Rotates feature i (of R) together with i + R/2 by three passes forward and backward: it is its own gradient."""
+    """Rotates feature i (of R) together with i + R/2, by fewer passes than torch would keep track of."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        first, second = states.chunk(2, dim=-1)
         rotated = states * cos
+        (first, second), (sin_first, sin_second) = states.chunk(2, dim=-1), sin.chunk(2, dim=-1)
         rotated_first, rotated_second = rotated.chunk(2, dim=-1)
-        sin_first, sin_second = sin.chunk(2, dim=-1)
         rotated_first.addcmul_(second, sin_first, value=-1)
         rotated_second.addcmul_(first, sin_second)
         return rotated
@@ -179,18 +181,28 @@ class Rotation(torch.autograd.Function):
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, L, R) -> (B, 1, L, R)
-    rotated, kept = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
-    if states.requires_grad and cos.dtype.itemsize >= 4 and not cos.requires_grad and is_plain(states):
-        rotated = Rotation.apply(rotated.to(cos.dtype), cos, sin)
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-        rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([rotated, kept], dim=-1) if kept.shape[-1] else rotated
+    if (size := cos.shape[-1]) < states.shape[-1]:
+        return torch.cat([turn(states[..., :size], cos, sin), states[..., size:]], dim=-1)
+    return turn(states, cos, sin)
+
+
+def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates all features (B, H, L, R) by angles (B, 1, L, R)."""
+    if states.requires_grad and not cos.requires_grad and cos.dtype.itemsize >= 4 and is_plain(states):
+        return Rotation.apply(states.to(cos.dtype), cos, sin)
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def inverse_root_mean_square(hidden_states: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns 1 / sqrt(mean(x^2) + eps), (..., D) -> (..., 1)."""
+    norm = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True)
+    return torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / hidden_states.shape[-1]).rsqrt_()
 
 
 class RootMeanSquareNorm(torch.autograd.Function):
     """
-    x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467) of (..., D), with a gradient that is fast on a CPU.
+    x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467) of (..., D), by operations that are fast on a CPU.
 
     It keeps its inputs alone, where torch's keeps several more tensors of that size.
     """
@@ -199,7 +211,7 @@ class RootMeanSquareNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return F.rms_norm(hidden_states, weight.shape, weight, eps)
+        return (hidden_states * inverse_root_mean_square(hidden_states, eps)).mul_(weight)
 
     @staticmethod
     def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
@@ -210,8 +222,7 @@ class RootMeanSquareNorm(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden_states, weight = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            squares = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True).square()
-            scale = (squares / weight.shape[0] + ctx.eps).rsqrt()
+            scale = inverse_root_mean_square(hidden_states, ctx.eps)
             normed = hidden_states * scale
             by_weight = grad * normed
             along = (by_weight @ weight).unsqueeze(-1) / -weight.shape[0]
@@ -220,13 +231,15 @@ class RootMeanSquareNorm(torch.autograd.Function):
 
 
 class TransformerBlockRMSNorm(nn.RMSNorm):
-    """nn.RMSNorm with a faster gradient on a CPU, in float32 and float64."""
+    """nn.RMSNorm, faster on a CPU in float32 and float64."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         is_exact = hidden_states.dtype == self.weight.dtype and hidden_states.dtype.itemsize >= 4
-        if hidden_states.requires_grad and is_exact and is_plain(hidden_states):
+        if not (is_exact and is_plain(hidden_states)):
+            return super().forward(hidden_states)
+        if torch.is_grad_enabled():
             return RootMeanSquareNorm.apply(hidden_states, self.weight, self.eps)
-        return super().forward(hidden_states)
+        return RootMeanSquareNorm.forward(hidden_states, self.weight, self.eps)
 
 
 def build_norm(config: TransformerBlockConfig, size: int) -> nn.Module:
@@ -281,20 +294,49 @@ def is_half_on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_half
 
 
+def join(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Returns the weights and the biases of layers one below the other; None if the layers must be called."""
+    has_bias = {layer.bias is not None for layer in layers}
+    if len(has_bias) > 1 or not all(map(is_bare, layers)):
+        return None
+    bias = torch.cat([layer.bias for layer in layers]) if has_bias == {True} else None
+    return torch.cat([layer.weight for layer in layers]), bias
+
+
 def project(inputs: torch.Tensor, *layers: nn.Linear) -> tuple[torch.Tensor, ...]:
     """
-    Returns what linear layers make of one input (..., I); a CPU trains them by one product with all weights.
+    Returns what linear layers make of one input (..., I); a CPU takes one product with all weights.
 
-    The weights stay those of the layers, whom tools and checkpoints know. Elsewhere their copy, kept for the
-    backward pass, costs more than it saves: memory on a GPU, time for the few tokens of a step of generation.
+    The weights stay those of the layers, whom tools and checkpoints know. Their copy is made in every step of
+    training, and once for all tokens by `generate`; elsewhere it costs more than it saves.
     """
-    has_bias = {layer.bias is not None for layer in layers}
-    is_joined = layers[0].training and is_plain(inputs) and len(has_bias) == 1 and all(map(is_bare, layers))
-    if not is_joined:
+    joined = None
+    if len(layers) > 1 and is_plain(inputs):
+        joined = vars(layers[0]).get("joined", {}).get(layers)
+        joined = join(layers) if joined is None and layers[0].training else joined
+    if joined is None:
         return tuple(layer(inputs) for layer in layers)
-    bias = torch.cat([layer.bias for layer in layers]) if has_bias == {True} else None
-    outputs = F.linear(inputs, torch.cat([layer.weight for layer in layers]), bias)
-    return outputs.split([layer.out_features for layer in layers], dim=-1)
+    return F.linear(inputs, *joined).split_with_sizes([layer.out_features for layer in layers], dim=-1)
+
+
+@contextmanager
+def joined_projections(model: nn.Module) -> Iterator[None]:
+    """Keeps the joined weights of a model on a CPU while nobody changes them."""
+    groups = []
+    if model.device.type == "cpu" and not torch.is_autocast_enabled(
+        "cpu"
+    ):  # which would cast them every time
+        parts = (TransformerBlockAttention, TransformerBlockMLP)
+        projecting = [part for part in model.modules() if isinstance(part, parts)]
+        groups = [part.projected_together for part in projecting if part.projected_together]
+    try:
+        with torch.no_grad():
+            for group in groups:
+                group[0].joined = {group: join(group)}
+        yield
+    finally:
+        for first, *_ in groups:
+            vars(first).pop("joined", None)
 
 
 class TransformerBlockAttention(nn.Module):
@@ -333,6 +375,11 @@ class TransformerBlockAttention(nn.Module):
         )
         self.q_norm = build_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = build_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
+
+    @property
+    def projected_together(self) -> tuple[nn.Linear, ...]:
+        """The layers whose weights `generate` joins."""
+        return self.q_proj, self.k_proj, self.v_proj
 
     def heads(self, states: torch.Tensor, *projections: nn.Linear) -> list[torch.Tensor]:
         """Projects and splits into heads: (B, L, D) -> (B, L, H, K) by each of the projections."""
@@ -415,6 +462,11 @@ class TransformerBlockMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
         self.is_gated = config.gated_mlp
+
+    @property
+    def projected_together(self) -> tuple[nn.Linear, ...]:
+        """The layers whose weights `generate` joins."""
+        return (self.gate_proj, self.up_proj) if self.is_gated else ()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.is_gated:
@@ -1222,7 +1274,18 @@ def require_architecture(config: TransformerBlockConfig, head: str, *fitting: st
         )
 
 
-class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTrainedModel, GenerationMixin):
+class TransformerBlockGenerationMixin(GenerationMixin):
+    """transformers' `generate`, which joins weights first: it changes none."""
+
+    @wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        with joined_projections(self):
+            return super().generate(*args, **kwargs)
+
+
+class TransformerBlockForCausalLM(
+    TransformerBlockLMMixin, TransformerBlockPreTrainedModel, TransformerBlockGenerationMixin
+):
     """A decoder that predicts the next token; it owns the shift: `labels` are `input_ids`, -100 ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -1335,7 +1398,7 @@ def shift_tokens_right(labels: torch.Tensor, config: TransformerBlockConfig) -> 
 
 
 class TransformerBlockForConditionalGeneration(
-    TransformerBlockLMMixin, TransformerBlockPreTrainedModel, GenerationMixin
+    TransformerBlockLMMixin, TransformerBlockPreTrainedModel, TransformerBlockGenerationMixin
 ):
     """An encoder-decoder that writes a target for a source; `labels` are its tokens, -100 ignored."""
 

@@ -238,7 +238,8 @@ def generate(model: PreTrainedModel, shape: Shape, device: str, new_tokens: int,
     """Returns the writing of `new_tokens` tokens behind every row, through transformers' `generate`."""
     model, ids = model.to(device).eval(), shape.tokens(device)
     mask = torch.ones_like(ids)
-    settings = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, **settings}
+    model.generation_config.eos_token_id = None  # all of them write to the end
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, **settings}
     return lambda: model.generate(input_ids=ids, attention_mask=mask, **settings)
 
 
