@@ -175,7 +175,7 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return Rotation.apply(grad, cos, -sin), None, None
+        return Rotation.apply(grad, cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ Times this family and its peers side by side in one process, on random weights a
 
 Our models have the peer's own weights, by the function behind scripts/convert.py, or its shape where there is
 no such way. The contestants of a case take turns, so that a machine which is busy is busy for all. A ratio is
-a median / the median of our fastest: above 1, ours is faster. Memory is the peak of a process of its own,
-above what it held before the model was built (on Linux).
+a median / the median of our fastest: above 1, ours is faster. Memory, on Linux: "process" is the peak of a
+process of its own, above what it held before the model was built; "tensors" is the most that a step's tensors
+hold at once, above weights and moments.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import platform
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -157,6 +159,7 @@ def writing(shape: Shape, device: str) -> Contestants:
         "Llama": write(peers.llama),
         "ours as GPT-2": write(peers.gpt2, convert=True),
         "ours as Llama": write(peers.llama, convert=True),
+        "limit: products": lambda: peers.products_of_tokens(shape, device, NEW_TOKENS),
     }
 
 
@@ -239,17 +242,33 @@ def resident_memory(kind: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def peak_memory(device: str, case: str, contestant: str) -> float:
-    """Returns the peak of a contestant in MiB, above the memory before it was built; in its own process."""
+def peak_of_tensors(run: Run) -> float:
+    """Returns by how many MiB tensors on the CPU grow while something runs."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        profile.export_chrome_trace(trace.name)
+        events = json.loads(Path(trace.name).read_bytes())["traceEvents"]
+    changes = sorted(
+        (event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]
+    )
+    totals = [event["args"]["Total Allocated"] for event in changes]
+    return (max(totals) - (totals[0] - changes[0]["args"]["Bytes"])) / 2**20
+
+
+def peak_memory(device: str, case: str, contestant: str) -> dict[str, float]:
+    """Returns the peaks of a contestant in MiB: of this process (on a GPU: its allocator) and of tensors."""
     build = all_cases(device)[case].contestants[contestant]
     before = resident_memory("VmRSS")
     run = build()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: conversions are no part of it
     for _ in range(3):
         run()
-    return (
-        torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else resident_memory("VmHWM") - before
-    )
+    if device == "cuda":
+        return {"process_mib": torch.cuda.max_memory_allocated() / 2**20}
+    return {"process_mib": resident_memory("VmHWM") - before, "tensors_mib": peak_of_tensors(run)}
 
 
 def seconds_of(run: Run, device: str) -> float:
@@ -283,7 +302,7 @@ def add_memory(case: Case, device: str, figures: dict[str, dict[str, float]]) ->
     for name in figures:
         if not name.startswith("limit"):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                figures[name]["peak_mib"] = process.submit(peak_memory, device, case.name, name).result()
+                figures[name] |= process.submit(peak_memory, device, case.name, name).result()
 
 
 def summarize(figures: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -298,21 +317,20 @@ def summarize(figures: dict[str, dict[str, float]]) -> dict[str, float]:
     ratios = {"peer / ours": peer["median"] / ours["median"]}
     if "limit" in fastest:
         ratios["limit / ours"] = figures[fastest["limit"]]["median"] / ours["median"]
-    if "peak_mib" in ours:
-        least = min(values["peak_mib"] for values in kinds["peer"].values())
-        ratios["memory of ours / of that peer"] = ours["peak_mib"] / peer["peak_mib"]
-        ratios["memory of ours / least of the peers"] = ours["peak_mib"] / least
+    for kind in ("process", "tensors"):
+        if f"{kind}_mib" in ours:
+            ratios[f"{kind}: memory of ours / of that peer"] = ours[f"{kind}_mib"] / peer[f"{kind}_mib"]
     return ratios
 
 
 def show(case: Case, figures: dict[str, dict[str, float]], ratios: dict[str, float]) -> None:
     print(f"\n{case.name}: {case.about}")
     ours = min(values["median"] for name, values in figures.items() if name.startswith("ours"))
-    print(f"  {'':34}{'median ms':>11}{'minimum':>11}{'/ ours':>9}{'peak MiB':>10}")
+    print(f"  {'':34}{'median ms':>11}{'minimum':>11}{'/ ours':>9}{'process MiB':>13}{'tensors MiB':>13}")
     for name, values in sorted(figures.items(), key=lambda item: item[1]["median"]):
-        peak = f"{values['peak_mib']:.0f}" if "peak_mib" in values else ""
+        peaks = [f"{values[kind]:.0f}" if kind in values else "" for kind in ("process_mib", "tensors_mib")]
         times = f"{values['median'] * 1e3:11.2f}{values['minimum'] * 1e3:11.2f}{values['median'] / ours:9.2f}"
-        print(f"  {name:34}{times}{peak:>10}")
+        print(f"  {name:34}{times}{peaks[0]:>13}{peaks[1]:>13}".rstrip())
     print("  " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
 
 

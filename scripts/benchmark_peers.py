@@ -226,6 +226,21 @@ def products(shape: Shape, device: str, dtype: torch.dtype, is_pair: bool = Fals
     return step
 
 
+def products_of_tokens(shape: Shape, device: str, new_tokens: int) -> Run:
+    """Returns the bare products with the weights of a decoder, once for every token that it writes."""
+    layer = [(shape.width, shape.width)] * 4 + [(shape.width, shape.inner), (shape.inner, shape.width)]
+    sizes = layer * shape.layers + [(shape.width, shape.vocabulary)]
+    inputs = {size: torch.randn(shape.batch, size, device=device) for size in {inner for inner, _ in sizes}}
+    weights = [torch.randn(outputs, inner, device=device) for inner, outputs in sizes]
+
+    def write() -> None:
+        for _ in range(new_tokens):
+            for weight in weights:
+                F.linear(inputs[weight.shape[1]], weight)
+
+    return write
+
+
 def product_operands(
     rows: int, inputs: int, outputs: int, device: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -91,18 +91,35 @@ def test_the_block_is_the_tutorials(peers, shape):
 
 def test_ratios_by_hand(benchmark):
     figures = {
-        "A": {"median": 3.0, "peak_mib": 50.0},
-        "B": {"median": 2.0, "peak_mib": 80.0},
-        "ours, slow": {"median": 9.0, "peak_mib": 1.0},
-        "ours": {"median": 1.0, "peak_mib": 20.0},
+        "A": {"median": 3.0, "process_mib": 50.0, "tensors_mib": 30.0},
+        "B": {"median": 2.0, "process_mib": 80.0, "tensors_mib": 40.0},
+        "ours, slow": {"median": 9.0, "process_mib": 1.0, "tensors_mib": 1.0},
+        "ours": {"median": 1.0, "process_mib": 20.0, "tensors_mib": 20.0},
         "limit": {"median": 0.5},
     }
     assert benchmark.summarize(figures) == {
         "peer / ours": 2.0,
         "limit / ours": 0.5,
-        "memory of ours / of that peer": 0.25,
-        "memory of ours / least of the peers": 0.4,
+        "process: memory of ours / of that peer": 0.25,
+        "tensors: memory of ours / of that peer": 0.5,
     }
+
+
+def test_the_peak_of_tensors_is_counted(benchmark):
+    def run() -> None:
+        first = torch.ones(2**20)  # 4 MiB
+        second = first + 1
+        del first
+        torch.ones(2**18) + second[: 2**18]
+
+    assert benchmark.peak_of_tensors(run) == pytest.approx(8, abs=0.1)
+
+
+def test_the_bare_products_of_a_token_are_those_of_the_weights(peers, shape):
+    model = peers.gpt2(shape)
+    weights = [w for name, w in model.named_parameters() if w.ndim == 2 and "wpe" not in name]
+    expected = 2 * shape.batch * sum(weight.numel() for weight in weights)
+    assert flops(peers.products_of_tokens(shape, "cpu", 3)) == 3 * expected
 
 
 def test_contestants_take_turns(benchmark):
@@ -136,7 +153,8 @@ def test_a_run_writes_what_it_prints(tmp_path):
     assert "benchmark.py" in results["machine"]["command"]
     case = results["cases"]["block-2048"]
     assert set(case["figures"]) == {"tutorial", "ours"}
-    assert case["figures"]["tutorial"]["peak_mib"] > 200  # its scores alone: 8 heads of 2048 x 2048
+    for kind in ("process_mib", "tensors_mib"):
+        assert case["figures"]["tutorial"][kind] > 200  # its scores alone: 8 heads of 2048 x 2048
     assert f"peer / ours {case['ratios']['peer / ours']:.2f}" in run.stdout
 
 

@@ -1,5 +1,7 @@
 """Tests of what the model does in a faster way, against the plain way: gradients, products, precisions."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,3 +171,106 @@ def test_attention_trains_in_float32_where_the_cpu_computes_in_bfloat16(is_autoc
         seen.clear()
         model.eval()(**batch)
         assert {dtype for dtype, _ in seen} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_is_torchs_without_gradients(dtype):
+    norm = modeling.TransformerBlockRMSNorm(256, eps=1e-5).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    states = torch.randn(3, 7, 256, dtype=dtype) * 5
+    with torch.no_grad():
+        assert_close(norm(states), F.rms_norm(states, (256,), norm.weight, 1e-5))
+
+
+@pytest.mark.parametrize("rotated", [8, 6])
+def test_the_gradient_of_the_rotation_is_autograds(rotated):
+    states = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(2, 5, rotated // 2, dtype=torch.float64).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    fast = modeling.rotate(states, cos, sin)
+    plain = modeling.rotate(states, cos.clone().requires_grad_(), sin)  # angles that learn take the plain way
+    assert_close(fast, plain, rtol=1e-14, atol=1e-14)
+    ours, theirs = (torch.autograd.grad(out.sin().sum(), states)[0] for out in (fast, plain))
+    assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+    turned = (cos.unsqueeze(1), sin.unsqueeze(1))
+    part = states[..., :rotated].detach().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: modeling.Rotation.apply(x, *turned).sin(), part)
+
+
+def test_angles_that_differ_in_the_halves_are_rotated_by_both():
+    states = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    cos, sin = torch.randn(2, 1, 3, 4, dtype=torch.float64)
+    first, second = states.chunk(2, dim=-1)
+    expected = states * cos + torch.cat([-second, first], dim=-1) * sin
+    assert_close(modeling.rotate(states, cos, sin), expected)
+    ours, theirs = (
+        torch.autograd.grad(out.sin().sum(), states)[0]
+        for out in (modeling.rotate(states, cos, sin), expected)
+    )
+    assert_close(ours, theirs)
+
+
+def products_of(action) -> int:
+    """Returns how many products with weights an action makes."""
+    products, linear = [], F.linear
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", lambda *args: products.append(1) or linear(*args))
+        action()
+    return len(products)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_generation_joins_weights_for_as_long_as_it_lasts(training):
+    model = TransformerBlockForCausalLM(tiny_config("decoder", dropout=0.0, **MODERN)).train(training)
+    ids, depth = tiny_tokens(2, 5), model.config.num_hidden_layers
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling, "join", lambda layers: None)
+        plain = model.generate(ids, **settings)
+        assert products_of(lambda: model.generate(ids, **settings)) == 3 * (7 * depth + 1)
+    assert products_of(lambda: model.generate(ids, **settings)) == 3 * (4 * depth + 1)
+    assert model.generate(ids, **settings).equal(plain)
+    assert not any("joined" in vars(layer) for layer in model.modules())
+    with torch.no_grad():  # weights change between two calls, in the way that no version counter sees
+        for weight in model.parameters():
+            weight.data.copy_(torch.randn_like(weight))
+    changed = model.generate(ids, **settings, return_dict_in_generate=True, output_logits=True)
+    assert_close(changed.logits[0], model.eval()(ids, logits_to_keep=1).logits[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_generation_that_fails_keeps_no_joined_weights():
+    model = TransformerBlockForCausalLM(tiny_config("decoder", **MODERN)).eval()
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        model.generate(torch.tensor([[10**6]]), max_new_tokens=2)
+    assert not any("joined" in vars(layer) for layer in model.modules())
+
+
+def test_generation_calls_layers_that_are_hooked():
+    model = TransformerBlockForCausalLM(tiny_config("decoder", **MODERN)).eval()
+    seen = []
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *args: seen.append(1))
+    model.generate(tiny_tokens(1, 4), max_new_tokens=3, eos_token_id=None)
+    assert len(seen) == 3
+
+
+def test_two_threads_may_generate_with_one_model():
+    model = TransformerBlockForCausalLM(tiny_config("decoder", **MODERN)).eval()
+    prompts = [tiny_tokens(1, 3 + number) for number in range(6)]
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = [model.generate(prompt, **settings) for prompt in prompts]
+    with ThreadPoolExecutor(3) as threads:
+        written = list(threads.map(lambda prompt: model.generate(prompt, **settings), prompts))
+    assert all(map(torch.equal, written, expected))
+
+
+@pytest.mark.parametrize("vocab_size", [40, 5000])
+def test_the_heads_gradient_in_bfloat16_is_as_near_as_torchs(vocab_size):
+    hidden, weight = torch.randn(2100, 16), torch.randn(vocab_size, 16) / 4
+    labels = torch.randint(vocab_size, (2100,))
+    half = [tensor.bfloat16().requires_grad_() for tensor in (hidden, weight)]
+    modeling.ChunkedCrossEntropy.apply(half[0], half[1], None, labels, 0.0).backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in half]
+    F.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum").backward()
+    for ours, truth in zip(half, exact, strict=True):
+        error = (ours.grad.double() - truth.grad).norm() / truth.grad.norm()
+        assert error < 2 * torch.finfo(torch.bfloat16).eps
