@@ -164,8 +164,8 @@ class Rotation(torch.autograd.Function):
         rotated = states * cos
         (first, second), (sin_first, sin_second) = states.chunk(2, dim=-1), sin.chunk(2, dim=-1)
         rotated_first, rotated_second = rotated.chunk(2, dim=-1)
-        rotated_first.addcmul_(second, sin_first, value=-1)
-        rotated_second.addcmul_(first, sin_second)
+        rotated_first -= second * sin_first
+        rotated_second += first * sin_second
         return rotated
 
     @staticmethod
@@ -451,6 +451,27 @@ class TransformerBlockAttention(nn.Module):
         return self.o_proj(attention), probabilities
 
 
+class Gating(torch.autograd.Function):
+    """act(gate) * up; it keeps its inputs alone, and computes act(gate) again for the gradients."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(act_fn: Callable, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return act_fn(gate) * up
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.act_fn = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        activated, pull_back = torch.func.vjp(ctx.act_fn, gate)
+        return None, *pull_back(grad * up), grad * activated
+
+
 class TransformerBlockMLP(nn.Module):
     """Position-wise feed-forward network: down(act(up(x))), or down(act(gate(x)) * up(x)) when gated."""
 
@@ -471,7 +492,10 @@ class TransformerBlockMLP(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.is_gated:
             gate, up = project(hidden_states, self.gate_proj, self.up_proj)
-            return self.down_proj(self.act_fn(gate) * up)
+            is_kept_small = self.training and is_plain(gate)
+            return self.down_proj(
+                Gating.apply(self.act_fn, gate, up) if is_kept_small else self.act_fn(gate) * up
+            )
         return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
 
 

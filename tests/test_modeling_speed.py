@@ -274,3 +274,33 @@ def test_the_heads_gradient_in_bfloat16_is_as_near_as_torchs(vocab_size):
     for ours, truth in zip(half, exact, strict=True):
         error = (ours.grad.double() - truth.grad).norm() / truth.grad.norm()
         assert error < 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_new"])
+def test_the_gradient_of_the_gate_is_autograds(act):
+    act_fn = modeling.ACT2FN[act]
+    gate, up = (torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    fast, plain = modeling.Gating.apply(act_fn, gate, up), act_fn(gate) * up
+    assert_close(fast, plain, rtol=0, atol=0)
+    ours, theirs = (torch.autograd.grad(out.sin().sum(), [gate, up]) for out in (fast, plain))
+    assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+    assert torch.autograd.gradgradcheck(lambda *args: modeling.Gating.apply(act_fn, *args), (gate, up))
+
+
+def test_the_block_takes_gradients_of_single_examples():
+    config = tiny_config("decoder", dropout=0.0, attn_implementation="eager", **MODERN)
+    block = modeling.TransformerBlock(config, 0, is_decoder=True).train()
+    weights = dict(block.named_parameters())
+    states, angles = (
+        torch.randn(3, 4, config.hidden_size),
+        torch.randn(1, 4, config.head_dim // 2).repeat(1, 1, 2),
+    )
+    turned = {"position_embeddings": (angles.cos(), angles.sin())}
+
+    def loss(weights: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(block, weights, (row.unsqueeze(0),), turned).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, states)
+    rows = [torch.autograd.grad(loss(weights, row), weights.values()) for row in states]
+    for name, *single in zip(weights, *rows, strict=True):
+        assert_close(each[name], torch.stack(single), rtol=1e-4, atol=1e-5)
