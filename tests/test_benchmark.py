@@ -1,6 +1,7 @@
 """Tests of scripts/benchmark.py: what it compares, what it makes of the times, and one run of it."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_script
+from conftest import load_script, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_transformer_block import TransformerBlockForCausalLM
 from hf_transformer_block.tutorial import TransformerBlock
+from hf_transformer_block.vocabulary import train_tokenizer
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -164,3 +167,21 @@ def test_a_case_that_is_none_is_told():
     )
     assert run.returncode == 2
     assert "there is no case 'decode-2'; known: train-decoder" in run.stderr
+
+
+@pytest.mark.slow
+def test_the_call_that_compiles_writes_what_the_plain_one_does(tmp_path):
+    tokenizer = train_tokenizer(iter(["The cat sat on the mat."] * 9), "char", 60, 64, "decoder")
+    tokenizer.save_pretrained(tmp_path / "runs" / "writer")
+    model = TransformerBlockForCausalLM(tiny_config("decoder", vocab_size=len(tokenizer))).eval()
+    model.save_pretrained(tmp_path / "runs" / "writer")
+    page = (SCRIPTS.parent / "docs" / "speed.md").read_text("utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = f"{code}\nprint(getattr(model, '_compiled_call', None) is not None)\n"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    *written, is_compiled = run.stdout.splitlines()
+    plain = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=20)
+    assert "\n".join(written) == tokenizer.decode(plain[0], skip_special_tokens=True)
+    assert is_compiled == "True"
