@@ -11,14 +11,17 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import wraps
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
@@ -149,13 +152,17 @@ class TransformerBlockRotaryEmbedding(nn.Module):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is an ordinary one on a CPU, and no compiler or tracer looks on."""
-    is_seen = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """Returns whether a tensor is an ordinary one on a CPU; no compiler, tracer or forward-mode looks on."""
+    is_seen = torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0
     return tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not is_seen
 
 
 class Rotation(torch.autograd.Function):
-    """Rotates feature i (of R) together with i + R/2, by fewer passes than torch would keep track of."""
+    """
+    Rotates feature i of R together with i + R/2: (B, H, L, R) by cosines and sines (B, 1, L, R).
+
+    It makes few passes over the states and over their gradient, where torch's own gradients make more.
+    """
 
     generate_vmap_rule = True
 
@@ -178,20 +185,20 @@ class Rotation(torch.autograd.Function):
         return Rotation.apply(grad, cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, L, R) -> (B, 1, L, R)
-    if (size := cos.shape[-1]) < states.shape[-1]:
-        return torch.cat([turn(states[..., :size], cos, sin), states[..., size:]], dim=-1)
-    return turn(states, cos, sin)
-
-
 def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates all features (B, H, L, R) by angles (B, 1, L, R)."""
     if states.requires_grad and not cos.requires_grad and cos.dtype.itemsize >= 4 and is_plain(states):
         return Rotation.apply(states.to(cos.dtype), cos, sin)
     first, second = states.chunk(2, dim=-1)
     return states * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the first R features of every head (B, H, L, K), feature i together with i + R/2."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, L, R) -> (B, 1, L, R)
+    if (size := cos.shape[-1]) < states.shape[-1]:
+        return torch.cat([turn(states[..., :size], cos, sin), states[..., size:]], dim=-1)
+    return turn(states, cos, sin)
 
 
 def inverse_root_mean_square(hidden_states: torch.Tensor, eps: float) -> torch.Tensor:
@@ -211,7 +218,7 @@ class RootMeanSquareNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return (hidden_states * inverse_root_mean_square(hidden_states, eps)).mul_(weight)
+        return hidden_states * inverse_root_mean_square(hidden_states, eps) * weight
 
     @staticmethod
     def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
@@ -237,7 +244,7 @@ class TransformerBlockRMSNorm(nn.RMSNorm):
         is_exact = hidden_states.dtype == self.weight.dtype and hidden_states.dtype.itemsize >= 4
         if not (is_exact and is_plain(hidden_states)):
             return super().forward(hidden_states)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad):
             return RootMeanSquareNorm.apply(hidden_states, self.weight, self.eps)
         return RootMeanSquareNorm.forward(hidden_states, self.weight, self.eps)
 
@@ -281,11 +288,23 @@ def eager_attention_forward(
     return torch.matmul(probabilities, value).transpose(1, 2).contiguous(), probabilities
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether a tool listens to the calls of a module, or has taken them over."""
+    hooks = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return any(hooks) or "forward" in vars(module)
+
+
 def is_bare(layer: nn.Module) -> bool:
     """Returns False for a layer that a tool has wrapped, replaced, hooked or sharded: it must be called."""
     is_linear = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
-    hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
-    return is_linear and not any(hooks) and "forward" not in vars(layer)
+    return (
+        is_linear and layer.weight.shape == (layer.out_features, layer.in_features) and not has_hooks(layer)
+    )
 
 
 def is_half_on_cpu(tensor: torch.Tensor) -> bool:
@@ -294,10 +313,19 @@ def is_half_on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_half
 
 
-def join(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+Joined = tuple[torch.Tensor, torch.Tensor | None]
+# what `generate` has joined in this thread, by layers: no part of the modules, which others may copy or train
+JOINED: ContextVar[Mapping[tuple[nn.Linear, ...], Joined]] = ContextVar(
+    "JOINED", default=MappingProxyType({})
+)
+
+
+def join(layers: tuple[nn.Linear, ...]) -> Joined | None:
     """Returns the weights and the biases of layers one below the other; None if the layers must be called."""
+    if not all(is_bare(layer) and layer.weight.device.type == "cpu" for layer in layers):
+        return None
     has_bias = {layer.bias is not None for layer in layers}
-    if len(has_bias) > 1 or not all(map(is_bare, layers)):
+    if len(has_bias) > 1:
         return None
     bias = torch.cat([layer.bias for layer in layers]) if has_bias == {True} else None
     return torch.cat([layer.weight for layer in layers]), bias
@@ -312,31 +340,11 @@ def project(inputs: torch.Tensor, *layers: nn.Linear) -> tuple[torch.Tensor, ...
     """
     joined = None
     if len(layers) > 1 and is_plain(inputs):
-        joined = vars(layers[0]).get("joined", {}).get(layers)
+        joined = None if torch.is_grad_enabled() else JOINED.get().get(layers)
         joined = join(layers) if joined is None and layers[0].training else joined
     if joined is None:
         return tuple(layer(inputs) for layer in layers)
     return F.linear(inputs, *joined).split_with_sizes([layer.out_features for layer in layers], dim=-1)
-
-
-@contextmanager
-def joined_projections(model: nn.Module) -> Iterator[None]:
-    """Keeps the joined weights of a model on a CPU while nobody changes them."""
-    groups = []
-    if model.device.type == "cpu" and not torch.is_autocast_enabled(
-        "cpu"
-    ):  # which would cast them every time
-        parts = (TransformerBlockAttention, TransformerBlockMLP)
-        projecting = [part for part in model.modules() if isinstance(part, parts)]
-        groups = [part.projected_together for part in projecting if part.projected_together]
-    try:
-        with torch.no_grad():
-            for group in groups:
-                group[0].joined = {group: join(group)}
-        yield
-    finally:
-        for first, *_ in groups:
-            vars(first).pop("joined", None)
 
 
 class TransformerBlockAttention(nn.Module):
@@ -451,25 +459,29 @@ class TransformerBlockAttention(nn.Module):
         return self.o_proj(attention), probabilities
 
 
-class Gating(torch.autograd.Function):
-    """act(gate) * up; it keeps its inputs alone, and computes act(gate) again for the gradients."""
+SILU = (nn.SiLU, type(ACT2FN["silu"]))
+
+
+class SiLUGating(torch.autograd.Function):
+    """silu(gate) * up (arXiv 2002.05202), both (..., I); it keeps these alone, and makes silu(gate) again."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(act_fn: Callable, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return act_fn(gate) * up
+    def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return F.silu(gate) * up
 
     @staticmethod
     def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.act_fn = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
-        activated, pull_back = torch.func.vjp(ctx.act_fn, gate)
-        return None, *pull_back(grad * up), grad * activated
+        if not torch.is_grad_enabled():
+            return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+        sigmoid = gate.sigmoid()  # the operation above has no gradient of its own
+        return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
 
 
 class TransformerBlockMLP(nn.Module):
@@ -489,13 +501,16 @@ class TransformerBlockMLP(nn.Module):
         """The layers whose weights `generate` joins."""
         return (self.gate_proj, self.up_proj) if self.is_gated else ()
 
+    def let_through(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Returns act(gate) * up."""
+        if self.training and isinstance(self.act_fn, SILU) and not has_hooks(self.act_fn) and is_plain(gate):
+            return SiLUGating.apply(gate, up)
+        return self.act_fn(gate) * up
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.is_gated:
             gate, up = project(hidden_states, self.gate_proj, self.up_proj)
-            is_kept_small = self.training and is_plain(gate)
-            return self.down_proj(
-                Gating.apply(self.act_fn, gate, up) if is_kept_small else self.act_fn(gate) * up
-            )
+            return self.down_proj(self.let_through(gate, up))
         return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
 
 
@@ -1183,6 +1198,13 @@ def smooth_(
         bias_grad -= shares.sum()
 
 
+def add_(total: torch.Tensor, more: torch.Tensor) -> None:
+    """Adds to a float32 total in place; on a CPU, which copies the other dtype first, in parts."""
+    few = 1024 if is_plain(total) else total.shape[0]
+    for part, more_part in zip(total.split(few), more.split(few), strict=True):
+        part += more_part
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
     Output projection and summed cross-entropy in one, chunk by chunk, so that logits (N, V) never exist.
@@ -1211,7 +1233,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         total = hidden_states.new_zeros((), dtype=torch.float32)
-        # 8 MiB of logits; 256 rows keep products efficient, and half precision can sum 1024
+        # 8 MiB of logits, but 256 rows keep products efficient, and half precision can sum 1024
         size = min(1024, max(256, 2**23 // dtype.itemsize // vocab_size))
         with torch.autocast(device, enabled=False):
             for start in range(0, labels.shape[0], size):
@@ -1225,11 +1247,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     torch.mm(grad, weight, out=hidden_grad[rows])
                 if wants_weight and dtype == torch.float32:
                     weight_grad.addmm_(grad.t(), hidden)
-                elif wants_weight:  # in parts, for a sum of two dtypes copies one of them
-                    for part, more in zip(
-                        weight_grad.split(1024), (grad.t() @ hidden).split(1024), strict=True
-                    ):
-                        part += more
+                elif wants_weight:
+                    add_(weight_grad, grad.t() @ hidden)
             if label_smoothing:
                 shares = (labels != -100).float() * (label_smoothing / vocab_size)
                 smooth_(total, [hidden_grad, weight_grad, bias_grad], hidden_states, weight, bias, shares)
@@ -1296,6 +1315,23 @@ def require_architecture(config: TransformerBlockConfig, head: str, *fitting: st
             f"{head} needs architecture={' or '.join(map(repr, fitting))}, not {config.architecture!r}, "
             f"which loads through {fits}"
         )
+
+
+@contextmanager
+def joined_projections(model: nn.Module) -> Iterator[None]:
+    """Keeps layers of at most 2 MiB (in float32) joined, in this thread, while nobody changes them."""
+    joined = dict(JOINED.get())
+    if not torch.is_autocast_enabled("cpu"):  # which would cast them with every token
+        parts = (TransformerBlockAttention, TransformerBlockMLP)
+        groups = [part.projected_together for part in model.modules() if isinstance(part, parts)]
+        small = [group for group in groups if group and sum(layer.weight.numel() for layer in group) <= 2**19]
+        with torch.no_grad():
+            joined |= {group: weights for group in small if (weights := join(group)) is not None}
+    token = JOINED.set(joined)
+    try:
+        yield
+    finally:
+        JOINED.reset(token)
 
 
 class TransformerBlockGenerationMixin(GenerationMixin):

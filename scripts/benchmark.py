@@ -259,7 +259,7 @@ def peak_of_tensors(run: Run) -> float:
 
 
 def peak_memory(device: str, case: str, contestant: str) -> dict[str, float]:
-    """Returns the peaks of a contestant in MiB: of this process (on a GPU: its allocator) and of tensors."""
+    """Returns the peaks of a contestant in MiB: of the process (a GPU: all tensors), of a step's tensors."""
     build = all_cases(device)[case].contestants[contestant]
     before = resident_memory("VmRSS")
     run = build()
@@ -267,7 +267,10 @@ def peak_memory(device: str, case: str, contestant: str) -> dict[str, float]:
     for _ in range(3):
         run()
     if device == "cuda":
-        return {"process_mib": torch.cuda.max_memory_allocated() / 2**20}
+        held, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
+        run()
+        peak = torch.cuda.max_memory_allocated()
+        return {"process_mib": peak / 2**20, "tensors_mib": (peak - held) / 2**20}
     return {"process_mib": resident_memory("VmHWM") - before, "tensors_mib": peak_of_tensors(run)}
 
 
