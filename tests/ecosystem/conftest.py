@@ -1,0 +1,112 @@
+"""What the tests of the ecosystem share: tiny folders of every head with a tokenizer, texts, fresh processes."""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import pad, tiny_tokenizer
+from remote_loader import strangers_process
+from tiny import build, weaken
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from hf_transformer_block import (
+    TransformerBlockForCausalLM,
+    TransformerBlockForConditionalGeneration,
+    TransformerBlockForMaskedLM,
+    TransformerBlockForSequenceClassification,
+)
+
+
+for name in ("WANDB_DIR", "TRACKIO_DIR"):  # the trackers write into the tests' own home
+    os.environ.setdefault(name, os.environ["HF_HOME"])
+os.environ["WANDB_MODE"] = "offline"
+os.environ["DO_NOT_TRACK"] = "1"
+
+# name of a folder: class, shape, preset, the auto class that loads it
+MODELS = {
+    "decoder": (TransformerBlockForCausalLM, "decoder", "modern", "AutoModelForCausalLM"),
+    "encoder": (TransformerBlockForMaskedLM, "encoder", "vaswani", "AutoModelForMaskedLM"),
+    "encoder-decoder": (
+        TransformerBlockForConditionalGeneration,
+        "encoder-decoder",
+        "modern",
+        "AutoModelForSeq2SeqLM",
+    ),
+    "classifier": (
+        TransformerBlockForSequenceClassification,
+        "encoder",
+        "vaswani",
+        "AutoModelForSequenceClassification",
+    ),
+    "reward": (
+        TransformerBlockForSequenceClassification,
+        "decoder",
+        "modern",
+        "AutoModelForSequenceClassification",
+    ),
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ 'w6 ' if message['role'] == 'user' else 'w7 ' }}"
+    "{{ message['content'] + ' ' + eos_token + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w7 ' }}{% endif %}"
+)
+
+
+def build_tiny(name: str, **kwargs) -> nn.Module:
+    """Returns a model of `MODELS` whose weights all matter and whose tokens vary."""
+    head, shape, preset, _ = MODELS[name]
+    torch.manual_seed(31)
+    values = {"initializer_range": 0.3, **({"num_labels": 1} if name == "reward" else {}), **kwargs}
+    return weaken(build(head, shape, preset, **values))
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of single words, which pads where the model of `MODELS` wants it."""
+    side = "left" if name == "decoder" else "right"
+    tokenizer = tiny_tokenizer(model_max_length=64, padding_side=side)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory) -> Callable[..., Path]:
+    """Returns the folder of a model of `MODELS`, saved with its tokenizer when first asked for."""
+
+    @cache
+    def folder_of(name: str, **kwargs) -> Path:
+        folder = tmp_path_factory.mktemp(name) / f"tiny-{name}"
+        build_tiny(name, **kwargs).save_pretrained(folder)
+        tokenizer_of(name).save_pretrained(folder)
+        return folder
+
+    return folder_of
+
+
+def words(count: int, longest: int = 9) -> list[str]:
+    """Returns random texts, of 3 to `longest` words that are in the vocabulary."""
+    lengths = torch.randint(3, longest + 1, (count,)).tolist()
+    return [" ".join(f"w{index}" for index in torch.randint(8, 61, (length,))) for length in lengths]
+
+
+def encode(name: str, texts: list[str]) -> dict[str, torch.Tensor]:
+    """Returns padded ids and their mask."""
+    tokenizer = tokenizer_of(name)
+    return pad([torch.tensor(tokenizer(text)["input_ids"]) for text in texts], tokenizer.padding_side)
+
+
+def load_afresh(tmp_path: Path, folder: Path, auto: str, inputs: dict[str, torch.Tensor]) -> dict:
+    """Returns what a process without our package finds in a folder: "parameters", "outputs", "class", ..."""
+    inputs = {name: value.tolist() for name, value in inputs.items()}
+    arguments = {"folder": str(folder), "autos": [auto], "inputs": inputs}
+    found = strangers_process(tmp_path, {"loaded": ["load", arguments]})
+    loaded = found["found"]["loaded"]
+    assert "error" not in loaded, loaded["error"]
+    assert found["attempts"] == []
+    report = loaded[auto]
+    assert not report["missing_keys"], report["missing_keys"]
+    assert not report["unexpected_keys"], report["unexpected_keys"]
+    return report
