@@ -1,1 +1,1 @@
-"""Tests that run the ecosystem's tools on our models; a package, so that its conftest has a name of its own."""
+"""Tests that run the ecosystem's tools on our models; a package, for a second module `conftest` shadows one."""

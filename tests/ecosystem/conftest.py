@@ -1,4 +1,4 @@
-"""What the tests of the ecosystem share: tiny folders of every head with a tokenizer, texts, fresh processes."""
+"""What the tests of the ecosystem share: tiny folders of every head, texts, and fresh processes."""
 
 import os
 from collections.abc import Callable
