@@ -1,1 +1,1 @@
-"""Tests that run the ecosystem's tools on our models; a package, for a second module `conftest` shadows one."""
+"""Tests that run the tools of the ecosystem, as a package: its conftest must not shadow the one above."""
