@@ -395,43 +395,15 @@ class TransformerBlockAttention(nn.Module):
         states = states.view(shape) if self.shares_projection else states
         return [projected.view(shape) for projected in project(states, *projections)]
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        output_attentions: bool,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the attention (B, L, H, K) by the chosen backend, and the probabilities if it has them."""
-        backend = "eager" if output_attentions else self.config._attn_implementation
-        interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        dtype, context = value.dtype, nullcontext()
-        if self.training and backend == "sdpa" and is_half_on_cpu(value):
-            # backward, torch's kernel takes 15 times as long in bfloat16 for 16 tokens, thrice for 128
-            query, key, value = query.float(), key.float(), value.float()
-            if attention_mask is not None and attention_mask.is_floating_point():
-                attention_mask = attention_mask.float()
-            context = torch.autocast("cpu", enabled=False)
-        with context:
-            attention, probabilities = interface(
-                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-            )
-        return attention.to(dtype), probabilities
-
-    @takes_either_cache_name
-    def forward(
+    def project_states(
         self,
         hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        cache: Cache | None = None,
-        output_attentions: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        key_value_states: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+        cache: Cache | None,
+        kwargs: dict,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns queries (B, H, L, K), and keys and values (B, H, S, K) with those of the cache."""
         is_cross_attention = key_value_states is not None
         is_cached = False
         if isinstance(cache, EncoderDecoderCache):
@@ -454,8 +426,40 @@ class TransformerBlockAttention(nn.Module):
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if cache is not None and not is_cached:
             key, value = update_cache(cache, key, value, self.layer_idx, kwargs)
-        attention, probabilities = self.attend(query, key, value, attention_mask, output_attentions, **kwargs)
-        attention = attention.reshape(*hidden_states.shape[:-1], -1)  # (B, L, H, K) -> (B, L, H * K)
+        return query, key, value
+
+    @takes_either_cache_name
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: Cache | None = None,
+        output_attentions: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the output (B, L, D), and the probabilities (B, H, L, S) if the backend has them."""
+        query, key, value = self.project_states(
+            hidden_states, key_value_states, position_embeddings, cache, kwargs
+        )
+        backend = "eager" if output_attentions else self.config._attn_implementation
+        # serving engines find the layers that attend by this look-up and its call, in the text of a forward
+        interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        dtype, context = value.dtype, nullcontext()
+        if self.training and backend == "sdpa" and is_half_on_cpu(value):
+            # backward, torch's kernel takes 15 times as long in bfloat16 for 16 tokens, thrice for 128
+            query, key, value = query.float(), key.float(), value.float()
+            if attention_mask is not None and attention_mask.is_floating_point():
+                attention_mask = attention_mask.float()
+            context = torch.autocast("cpu", enabled=False)
+        with context:
+            attention, probabilities = interface(
+                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+        # (B, L, H, K) -> (B, L, H * K)
+        attention = attention.to(dtype).reshape(*hidden_states.shape[:-1], -1)
         return self.o_proj(attention), probabilities
 
 

@@ -191,6 +191,26 @@ def test_attention_goes_through_the_call_that_transformers_searches_for():
     assert "ALL_ATTENTION_FUNCTIONS.get_interface(" in text
 
 
+def test_attention_is_looked_up_and_called_once_in_the_text_of_its_forward():
+    """vLLM reads that text, and refuses a model whose forward leaves the call to another method."""
+    tree = ast.parse((PACKAGE / f"{MODELING}.py").read_text(encoding="utf-8"))
+    attention = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "TransformerBlockAttention"
+    )
+    forward = next(node for node in attention.body if getattr(node, "name", None) == "forward")
+    names = [
+        node.target.id
+        for node in ast.walk(forward)
+        if isinstance(node, ast.AnnAssign) and "ALL_ATTENTION_FUNCTIONS.get_interface" in ast.unparse(node)
+    ]
+    calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call)]
+    calls = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id in names]
+    assert len(names) == len(calls) == 1
+    assert "self.scaling" in [ast.unparse(keyword.value) for keyword in calls[0].keywords]
+
+
 def test_am7_class_names_are_ours_alone(tree):
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     assert classes
