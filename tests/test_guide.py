@@ -101,7 +101,7 @@ def project(tmp_path) -> Path:
     """A copy of the project, which the page may change."""
     folder = tmp_path / "project"
     without = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("hf_transformer_block", "scripts", "tests"):
+    for name in ("docs", "hf_transformer_block", "scripts", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=without)
     for name in ("pyproject.toml", "README.md", "LICENSE", "model_card.md"):
         shutil.copy(ROOT / name, folder)
