@@ -27,18 +27,23 @@ ERRORS = (HTTPError, OSError, RuntimeError, json.JSONDecodeError)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model goes."""
+    """Where a model goes, or a Space with it."""
 
     repo_id: str
     branch: str = "main"
     create_pr: bool = False
     private: bool = False
     tag: str | None = None
+    is_space: bool = False
+
+    @property
+    def repo_type(self) -> str:
+        return "space" if self.is_space else "model"
 
 
 def check_names(place: Place) -> None:
     """Raises ValueError for an address, and for a branch or a tag that git would refuse or others mix up."""
-    pasted = re.match(r"(https?://[^/]+|[\w-]+(\.[\w-]+)+)/([\w.-]+/[\w.-]+)", place.repo_id)
+    pasted = re.match(r"(https?://[^/]+|[\w-]+(\.[\w-]+)+)/(?:spaces/)?([\w.-]+/[\w.-]+)", place.repo_id)
     if pasted:
         raise ValueError(f"{place.repo_id} is an address: give the repository's name alone, {pasted[3]}")
     for kind, name in (("branch", place.branch), ("tag", place.tag)):
@@ -158,7 +163,7 @@ def check_access(api: HfApi, place: Place) -> tuple[Place, bool]:
     place = replace(place, repo_id=login(api, place))
     with told(f"cannot read {place.repo_id}", "nothing was pushed: try again"):
         try:
-            info = api.model_info(place.repo_id)
+            info = api.repo_info(place.repo_id, repo_type=place.repo_type)
         except RepositoryNotFoundError:
             if place.create_pr:
                 raise ValueError(
@@ -190,9 +195,13 @@ class Push:
         self.wanted = {name: digests(staged.folder / name) for name in staged.files}
 
     def read(self, revision: str) -> tuple[str, dict[str, str]]:
-        """Returns a revision's commit, and the digest of each file at the top of its tree."""
-        commit = self.api.model_info(self.repo_id, revision=revision).sha
-        entries = self.api.list_repo_tree(self.repo_id, revision=commit)
+        """Returns a revision's commit, and the digest of each file: of a model's, at the top of its tree."""
+        repo_type = self.place.repo_type
+        commit = self.api.repo_info(self.repo_id, revision=revision, repo_type=repo_type).sha
+        is_deep = self.place.is_space
+        entries = self.api.list_repo_tree(
+            self.repo_id, revision=commit, repo_type=repo_type, recursive=is_deep
+        )
         files = [entry for entry in entries if isinstance(entry, RepoFile)]
         return commit, {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
 
@@ -200,10 +209,12 @@ class Push:
         """Returns the files of an earlier push which this one lacks; nobody else's."""
         if not self.staged.is_whole:
             return []
+        inside = f"{self.staged.inside}/" if self.staged.inside else ""
+        patterns = [inside + pattern for pattern in MODEL_FILES]
         return sorted(
             name
             for name in tree
-            if name not in self.wanted and any(fnmatch(name, pattern) for pattern in MODEL_FILES)
+            if name not in self.wanted and any(fnmatch(name, pattern) for pattern in patterns)
         )
 
     def changes(self, tree: dict[str, str]) -> list[CommitOperationAdd | CommitOperationDelete]:
@@ -219,7 +230,9 @@ class Push:
         revisions = [self.place.branch]
         if self.place.create_pr:
             mine = {"author": self.api.whoami()["name"], "discussion_status": "open"}
-            found = self.api.get_repo_discussions(self.repo_id, discussion_type="pull_request", **mine)
+            found = self.api.get_repo_discussions(
+                self.repo_id, discussion_type="pull_request", repo_type=self.place.repo_type, **mine
+            )
             revisions += [f"refs/pr/{request.num}" for request in found]
         for revision in revisions:
             commit, tree = self.read(revision)
@@ -232,6 +245,7 @@ class Push:
         made = self.api.create_commit(
             self.repo_id,
             self.changes(tree),
+            repo_type=self.place.repo_type,
             commit_message=message,
             revision=self.place.branch,
             create_pr=self.place.create_pr,
@@ -314,7 +328,8 @@ class Push:
     def check_tag(self, found: Pushed | None) -> bool:
         """Returns whether the tag is to be made; raises ValueError if it names something else already."""
         tag = self.place.tag
-        tags = {ref.name: ref.target_commit for ref in self.api.list_repo_refs(self.repo_id).tags}
+        refs = self.api.list_repo_refs(self.repo_id, repo_type=self.place.repo_type)
+        tags = {ref.name: ref.target_commit for ref in refs.tags}
         if tag in tags and not (found and found.commit == tags[tag]):
             raise ValueError(
                 f"{self.repo_id} has a tag {tag} already, at {tags[tag][:8]}: give another --tag"

@@ -1,5 +1,6 @@
 """Publishes a model on the Hub: looks, proves, pushes, and proves again what came back."""
 
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,7 +56,8 @@ def look(push: Push, is_there: bool) -> tuple[bool, Pushed | None, bool]:
             raise ValueError(f"{place.repo_id} is not there yet: push the model without --card-only")
         return False, None, bool(place.tag)
     with told(f"cannot read {place.repo_id}", "nothing was pushed: try again"):
-        has_branch = place.branch in [ref.name for ref in push.api.list_repo_refs(place.repo_id).branches]
+        refs = push.api.list_repo_refs(place.repo_id, repo_type=place.repo_type)
+        has_branch = place.branch in [ref.name for ref in refs.branches]
         found = push.find() if has_branch else None
         if not staged.is_whole:
             push.check_weights(place.branch if has_branch else "main")  # from which the branch will start
@@ -69,7 +71,7 @@ def prove_folder(
     try:
         original = probe(folder, is_stranger=False, has_tokenizer=staged.has_tokenizer)
         if not is_pushed:
-            say(prove(original, staged.folder))
+            say(prove(original, staged.folder / staged.inside))
     except ValueError as error:
         raise ValueError(f"{folder} is not fit for others, so it was not pushed: {error}") from error
     return original
@@ -81,14 +83,33 @@ def send(push: Push, is_there: bool, has_branch: bool) -> Pushed:
     with ExitStack() as notes:
         if not is_there:
             with making(f"the repository {repo_id}", repo_id):
-                api.create_repo(repo_id, private=place.private or None)
+                sdk = "gradio" if place.is_space else None
+                api.create_repo(
+                    repo_id, private=place.private or None, repo_type=place.repo_type, space_sdk=sdk
+                )
             notes.enter_context(adding(f"the repository {repo_id} was made for this push"))
         if not has_branch and place.branch != "main":
             with making(f"the branch {place.branch}", repo_id):
-                api.create_branch(repo_id, branch=place.branch, exist_ok=True)
+                api.create_branch(repo_id, branch=place.branch, exist_ok=True, repo_type=place.repo_type)
             notes.enter_context(adding(f"the branch {place.branch} was made for this push"))
-        what = "the model" if push.staged.is_whole else "the card"
+        whole = "the Space" if place.is_space else "the model"
+        what = whole if push.staged.is_whole else "the card"
         return push.run(f"Push {what} with hf_transformer_block")
+
+
+def prove_space(push: Push, pushed: Pushed, original: dict[str, Tensor]) -> str:
+    """Loads the model from a Space as it came back from the Hub, and returns how it went."""
+    inside = push.staged.inside
+    with tempfile.TemporaryDirectory() as folder:
+        with told("it cannot be loaded back", "run again, which is safe"):
+            push.api.snapshot_download(
+                push.repo_id,
+                repo_type="space",
+                revision=pushed.commit,
+                allow_patterns=f"{inside}/*",
+                local_dir=folder,
+            )
+        return f"back from the Hub, the model {prove(original, Path(folder) / inside)}"
 
 
 def finish(
@@ -107,7 +128,11 @@ def finish(
     if original is None:
         return
     try:
-        say(prove(original, repo_id, pushed.commit))
+        say(
+            prove_space(push, pushed, original)
+            if push.place.is_space
+            else prove(original, repo_id, pushed.commit)
+        )
     except ValueError as error:
         raise ValueError(f"{repo_id} has commit {pushed.commit}, but from there {error}") from error
 
@@ -115,9 +140,12 @@ def finish(
 def conclude(push: Push, pushed: Pushed, auto_class: str, say: Callable[[str], None]) -> None:
     """Says where the commit is and how it loads."""
     endpoint, repo_id = push.api.endpoint, push.repo_id
-    say(f"{endpoint}/{repo_id}: commit {pushed.commit} on {pushed.revision}")
+    page = f"{endpoint}/spaces/{repo_id}" if push.place.is_space else f"{endpoint}/{repo_id}"
+    say(f"{page}: commit {pushed.commit} on {pushed.revision}")
     if pushed.revision.startswith("refs/pr/"):
-        say(f"open for review: {endpoint}/{repo_id}/discussions/{pushed.revision.split('/')[-1]}")
+        say(f"open for review: {page}/discussions/{pushed.revision.split('/')[-1]}")
+    if push.place.is_space:
+        return
     say(f"\n{snippet(repo_id, pushed.commit, auto_class, push.staged.has_tokenizer)}")
 
 

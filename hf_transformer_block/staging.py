@@ -76,10 +76,11 @@ class Staged:
     left_out: list[str]  # names in the training folder which stay there
     is_whole: bool = True  # else the model card alone
     is_edited: bool = False  # README.md differs from what the records give
+    inside: str = ""  # the folder of the model in a Space, which has other files beside it
 
     @property
     def has_tokenizer(self) -> bool:
-        return (self.folder / "tokenizer_config.json").exists()
+        return (self.folder / self.inside / "tokenizer_config.json").exists()
 
 
 def modules_of(names: Iterable[Any]) -> set[str]:

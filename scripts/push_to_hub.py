@@ -6,12 +6,14 @@ Pushes a trained model to the Hub in one commit, and proves that anyone can load
     python scripts/push_to_hub.py runs/en-de my-name/en-de --language en de --license cc-by-4.0 --tag v1
     python scripts/push_to_hub.py runs/en-de my-name/en-de --card-only   a new card for what is there
     python scripts/push_to_hub.py runs/en-de someone/en-de --create-pr   offers it to a repository of others
+    python scripts/push_to_hub.py runs/en-de --space my-name/en-de-demo  a page that runs it, as a Space
 
 Only the files of a model go along: weights, code, tokenizer, card, curve and scores. `hf auth login`, or the
 variable HF_TOKEN, holds the token. Whatever fails, running it again is safe.
 """
 
 import argparse
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +23,8 @@ try:
 
     from hf_transformer_block import hub, records
     from hf_transformer_block.publishing import list_files, publish
-    from hf_transformer_block.staging import staged_model
+    from hf_transformer_block.spaces import staged_space
+    from hf_transformer_block.staging import Staged, staged_model
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
 
@@ -35,7 +38,13 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("folder", type=Path, help="What train.py or save_pretrained left.")
-    parser.add_argument("repo_id", help="user/name or organization/name; a bare name is yours.")
+    parser.add_argument("repo_id", nargs="?", help="user/name or organization/name; a bare name is yours.")
+    parser.add_argument(
+        "--space",
+        metavar="NAME",
+        help="Push a Space with scripts/demo.py and the model to user/NAME; repo_id, if given, is the pushed "
+        "model that it links to.",
+    )
     parser.add_argument("--private", action="store_true", help="Create it private.")
     parser.add_argument("--branch", default="main", help="Branch; created from main if missing.")
     parser.add_argument("--create-pr", action="store_true", help="Open a pull request instead of a commit.")
@@ -49,6 +58,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--card-only", action="store_true", help="Push README.md, and no other file.")
     parser.add_argument("--dry-run", action="store_true", help="Print files and card; touch no network.")
     arguments = parser.parse_args()
+    if not (arguments.repo_id or arguments.space):
+        parser.error("give the repository, as in my-name/en-de, or --space my-name/en-de-demo")
+    if arguments.space and (arguments.card_only or arguments.tag or arguments.branch != "main"):
+        parser.error("--space: the Hub runs a whole Space from main; leave --card-only, --tag, --branch out")
     if arguments.tag and arguments.create_pr:
         parser.error("--tag and --create-pr: a pull request is tagged when it is merged")
     if arguments.branch != "main" and arguments.create_pr:
@@ -56,13 +69,30 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def staged(arguments: argparse.Namespace, place: hub.Place) -> AbstractContextManager[Staged]:
+    """Returns the context of a clean folder with what goes to a place."""
+    options = {name: getattr(arguments, name) for name in ("license", "language", "datasets")}
+    if place.is_space:
+        scripts, title = ROOT / "scripts", place.repo_id.split("/")[-1]
+        options |= {"repo_id": arguments.repo_id}
+        return staged_space(arguments.folder, CARD, LICENSE, scripts, title, **options)
+    # a pull request is for main, where it will be merged; its own name is not known yet
+    branch = None if place.branch == "main" else place.branch
+    options |= {"repo_id": place.repo_id, "revision": place.tag or branch, "card_only": arguments.card_only}
+    return staged_model(arguments.folder, CARD, LICENSE, **options)
+
+
 def main() -> None:
     arguments = parse_arguments()
     folder = arguments.folder
     place = hub.Place(
-        arguments.repo_id, arguments.branch, arguments.create_pr, arguments.private, arguments.tag
+        arguments.space or arguments.repo_id,
+        arguments.branch,
+        arguments.create_pr,
+        arguments.private,
+        arguments.tag,
+        is_space=bool(arguments.space),
     )
-    options = {name: getattr(arguments, name) for name in ("card_only", "license", "language", "datasets")}
     try:
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: give one that train.py or save_pretrained wrote")
@@ -72,15 +102,12 @@ def main() -> None:
             place = replace(place, repo_id=name if "/" in name else f"your-name/{name}")
         else:
             place, is_there = hub.check_access(HfApi(), place)
-        # a pull request is for main, where it will be merged; its own name is not known yet
-        branch = None if place.branch == "main" else place.branch
-        options |= {"repo_id": place.repo_id, "revision": place.tag or branch}
-        with records.locked(folder), staged_model(folder, CARD, LICENSE, **options) as staged:
-            print(list_files(staged))
+        with records.locked(folder), staged(arguments, place) as clean:
+            print(list_files(clean))
             if arguments.dry_run:
-                print(f"\n{(staged.folder / 'README.md').read_text(encoding='utf-8')}")
+                print(f"\n{(clean.folder / 'README.md').read_text(encoding='utf-8')}")
             else:
-                publish(folder, staged, place, is_there, print)
+                publish(folder, clean, place, is_there, print)
     except (ValueError, OSError) as error:
         raise SystemExit(f"push_to_hub.py: {error}") from error
     except KeyboardInterrupt as error:

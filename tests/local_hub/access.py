@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from email.message import Message
 
 from .errors import HubError
-from .repos import Repo
+from .repos import Repo, owner_of
 
 
 LIFETIME = 3600  # seconds, of a signed URL
@@ -48,7 +48,7 @@ def signed_in(user: User | None) -> User:
 
 def visible(repo: Repo | None, repo_id: str, user: User | None) -> Repo:
     """Returns the repository; strangers learn nothing about private ones, not even that they exist."""
-    is_owner = user is not None and repo_id.split("/")[0] == user.name
+    is_owner = user is not None and owner_of(repo_id) == user.name
     if repo is not None and (is_owner or not repo.metadata.private):
         return repo
     raise HubError(401 if user is None else 404, "Repository not found", "RepoNotFound")
@@ -56,12 +56,14 @@ def visible(repo: Repo | None, repo_id: str, user: User | None) -> Repo:
 
 def check_gate(repo: Repo, user: User | None) -> None:
     if repo.metadata.gated and (user is None or user.name != repo.owner):
-        raise HubError(401 if user is None else 403, f"Access to model {repo.id} is restricted", "GatedRepo")
+        raise HubError(
+            401 if user is None else 403, f"Access to {repo.kind} {repo.id} is restricted", "GatedRepo"
+        )
 
 
 def check_writes(owner: str, user: User) -> None:
     if user.name != owner or not user.writes:
-        raise HubError(403, f"A token with write access to {owner}'s models is needed")
+        raise HubError(403, f"A token with write access to {owner}'s repositories is needed")
 
 
 @dataclass

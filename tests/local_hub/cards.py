@@ -67,7 +67,19 @@ def metadata_errors(data: dict[str, Any]) -> Iterator[str]:
     yield from model_index_errors(as_list(data.get("model-index")))
 
 
-def check_card(text: str) -> tuple[list[str], list[str]]:
+def space_errors(data: dict[str, Any]) -> Iterator[str]:
+    """Yields what keeps the Hub from running a Space."""
+    if data.get("sdk") not in ("gradio", "docker", "static"):
+        yield f'"sdk" must be gradio, docker or static, got {data.get("sdk")!r}'
+    for key in ("sdk_version", "python_version", "app_file", "title"):
+        if not isinstance(data.get(key, ""), str):
+            yield f'"{key}" must be a string, got {data[key]!r}'
+    for model in as_list(data.get("models")):
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(model)):
+            yield f'"models" must be ids on the Hub, got {model!r}'
+
+
+def check_card(text: str, kind: str = "model") -> tuple[list[str], list[str]]:
     """Returns the errors and the warnings about a README."""
     try:
         data = front_matter(text)
@@ -78,4 +90,5 @@ def check_card(text: str) -> tuple[list[str], list[str]]:
         warnings.append("empty or missing yaml metadata in repo card")
     if data.get("license") == "other" and not data.get("license_name"):
         warnings.append('"license: other" should come with license_name and license_link')
-    return list(metadata_errors(data)), warnings
+    errors = [*metadata_errors(data), *(space_errors(data) if kind == "space" else ())]
+    return errors, warnings

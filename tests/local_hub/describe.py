@@ -137,7 +137,7 @@ def pull_request(repo: Repo, number: int) -> dict[str, Any]:
         "isPullRequest": True,
         "author": author,
         "createdAt": created,
-        "repo": {"name": repo.id, "type": "model"},
+        "repo": {"name": repo.id, "type": repo.kind},
         "events": [
             {
                 "id": f"{number:024x}",

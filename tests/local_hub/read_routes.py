@@ -12,9 +12,9 @@ from .server import Answer, Request, Route, json_answer
 
 
 PAGE = 1000  # entries of a tree
-REPO = r"(?P<repo_id>[^/]+/[^/]+)"
+REPO = r"(?P<repo_id>(?:spaces/)?[^/]+/[^/]+)"  # as clients write those of Spaces in addresses of files
 REVISION = r"(?P<revision>refs/pr/[^/]+|[^/]+)"
-MODEL = rf"/api/models/{REPO}"
+MODEL = rf"/api/(?:models/|(?=spaces/)){REPO}"  # or a Space
 
 
 def seen(request: Request, repo_id: str) -> Repo:
@@ -110,7 +110,7 @@ def redirect(request: Request, repo: Repo, commit: str, oid: str, size: int) -> 
         "X-Linked-Size": str(size),
     }
     if hub.xet_storage and (name := hub.xet_storage.verified_hash(oid)):
-        token_url = f"{hub.url}/api/models/{repo.id}/xet-read-token/{commit}"
+        token_url = f"{hub.url}{repo.api_path}/xet-read-token/{commit}"
         headers |= {"X-Xet-Hash": name, "Link": f'<{token_url}>; rel="xet-auth"'}
     return Answer(status=302, headers=headers)
 

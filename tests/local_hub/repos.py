@@ -59,16 +59,27 @@ def merge_files(
     return merged | {path: theirs[path] for path in changed if path in theirs}, sorted(conflicts)
 
 
-class Repo:
-    """A model repository: a bare git repository, and a file with its metadata beside it."""
+def owner_of(key: str) -> str:
+    """Returns who owns a repository: "user" of "user/model" and of "spaces/user/space"."""
+    return key.removeprefix("spaces/").split("/")[0]
 
-    def __init__(self, git: GitRepo, repo_id: str, metadata: Metadata, large_files: LargeFiles):
-        self.id = repo_id
-        self.owner = repo_id.split("/")[0]
+
+class Repo:
+    """The repository of a model or a Space: a bare git repository, and a file with its metadata beside it."""
+
+    def __init__(self, git: GitRepo, key: str, metadata: Metadata, large_files: LargeFiles):
+        self.key = key
+        self.id = key.removeprefix("spaces/")
+        self.kind = "model" if key == self.id else "space"
+        self.owner = owner_of(key)
         self.git = git
         self.metadata = metadata
         self.large_files = large_files
         self.lock = threading.RLock()  # of references and metadata
+
+    @property
+    def api_path(self) -> str:
+        return f"/api/{self.kind}s/{self.id}"
 
     @property
     def metadata_path(self) -> Path:
@@ -93,7 +104,7 @@ class Repo:
         if len(content) > LARGEST_REGULAR:
             raise HubError(400, f"{path} is too large for a regular file: {len(content)} bytes")
         if path == "README.md":
-            errors, _ = check_card(content.decode("utf-8", "replace"))
+            errors, _ = check_card(content.decode("utf-8", "replace"), self.kind)
             if errors:
                 raise HubError(400, f"Invalid metadata in README.md: {'; '.join(errors)}")
         return self.git.put("blob", content)
@@ -184,28 +195,31 @@ class Repos:
         self.large_files = large_files
         self._lock = threading.Lock()
         self._repos: dict[str, Repo] = {}
-        for path in folder.glob("*/*.json"):
+        for path in [*folder.glob("*/*.json"), *folder.glob("spaces/*/*.json")]:
             fields = json.loads(path.read_text())
             requests = [PullRequest(**request) for request in fields.pop("pull_requests")]
-            self._add(f"{path.parent.name}/{path.stem}", Metadata(**fields, pull_requests=requests))
+            self._add(
+                path.relative_to(folder).with_suffix("").as_posix(),
+                Metadata(**fields, pull_requests=requests),
+            )
 
-    def _add(self, repo_id: str, metadata: Metadata) -> Repo:
-        git = GitRepo(self.folder / f"{repo_id}.git")
-        self._repos[repo_id] = Repo(git, repo_id, metadata, self.large_files)
-        return self._repos[repo_id]
+    def _add(self, key: str, metadata: Metadata) -> Repo:
+        git = GitRepo(self.folder / f"{key}.git")
+        self._repos[key] = Repo(git, key, metadata, self.large_files)
+        return self._repos[key]
 
-    def get(self, repo_id: str) -> Repo | None:
-        return self._repos.get(repo_id)
+    def get(self, key: str) -> Repo | None:
+        return self._repos.get(key)
 
-    def create(self, repo_id: str, private: bool) -> bool:
+    def create(self, key: str, private: bool) -> bool:
         """Returns whether the repository is new."""
-        owner, _, name = repo_id.partition("/")
+        owner, _, name = key.removeprefix("spaces/").partition("/")
         if not (NAME.fullmatch(owner) and NAME.fullmatch(name)):
-            raise HubError(400, f"Invalid repo name: {repo_id}")
+            raise HubError(400, f"Invalid repo name: {key}")
         with self._lock:
-            if repo_id in self._repos:
+            if key in self._repos:
                 return False
-            repo = self._add(repo_id, Metadata(private))
+            repo = self._add(key, Metadata(private))
             repo.git.init()
             files = {".gitattributes": repo.git.put("blob", GITATTRIBUTES.encode())}
             repo.git.set_ref("refs/heads/main", repo.git.commit(files, [], repo.owner, "initial commit"))
@@ -214,6 +228,6 @@ class Repos:
 
     def delete(self, repo: Repo) -> None:
         with self._lock:
-            del self._repos[repo.id]
+            del self._repos[repo.key]
             repo.metadata_path.unlink()
             shutil.rmtree(repo.git.path)

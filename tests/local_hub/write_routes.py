@@ -45,17 +45,22 @@ def create_repo(request: Request) -> Answer:
     body, user = request.json(), signed_in(request.user)
     owner = body.get("organization") or user.name
     check_writes(owner, user)
+    kind = body.get("type") or "model"
+    if kind == "space" and not body.get("sdk"):
+        raise HubError(400, "A Space needs an sdk")
     repo_id = f"{owner}/{body['name']}"
+    key = f"spaces/{repo_id}" if kind == "space" else repo_id
     private = body.get("visibility") == "private"
-    url = f"{request.hub.url}/{repo_id}"
-    if not request.hub.repos.create(repo_id, private):
-        raise HubError(409, "You already created this model repo", body={"url": url})
+    url = f"{request.hub.url}/{key}"
+    if not request.hub.repos.create(key, private):
+        raise HubError(409, f"You already created this {kind} repo", body={"url": url})
     return json_answer({"url": url, "name": repo_id, "private": private})
 
 
 def delete_repo(request: Request) -> Answer:
     body, user = request.json(), signed_in(request.user)
-    repo, _ = written_to(request, f"{body.get('organization') or user.name}/{body['name']}")
+    repo_id = f"{body.get('organization') or user.name}/{body['name']}"
+    repo, _ = written_to(request, f"spaces/{repo_id}" if body.get("type") == "space" else repo_id)
     request.hub.repos.delete(repo)
     return json_answer({})
 
@@ -73,7 +78,9 @@ def change_settings(request: Request, repo_id: str) -> Answer:
 
 
 def validate_yaml(request: Request) -> Answer:
-    found = dict(zip(("errors", "warnings"), check_card(request.json()["content"]), strict=True))
+    body = request.json()
+    messages = check_card(body["content"], body.get("repoType", "model"))
+    found = dict(zip(("errors", "warnings"), messages, strict=True))
     body = {kind: [{"message": message} for message in messages] for kind, messages in found.items()}
     return json_answer(body, 400 if found["errors"] else 200)
 
@@ -118,7 +125,7 @@ def lfs_batch(request: Request, repo_id: str) -> Answer:
     repo, user = proposed_to(request, repo_id)
     if "ref" in body:  # otherwise it is for a pull request
         check_writes(repo.owner, user)
-    verify = {"href": f"{hub.url}/api/models/{repo_id}/lfs-verify", "header": {}}
+    verify = {"href": f"{hub.url}{repo.api_path}/lfs-verify", "header": {}}
     objects = []
     for file in body["objects"]:
         found = {"oid": file["oid"], "size": file["size"]}
