@@ -322,7 +322,8 @@ def build_page(head: Head) -> gradio.Blocks:
         output, reading = head.output(), gradio.State()
         with gradio.Row():
             layer, which = choices(head)
-        image = gradio.Image(label="Attention", format="png", interactive=False, elem_id="attention")
+        look = {"format": "png", "interactive": False, "buttons": ["download", "fullscreen"]}
+        image = gradio.Image(label="Attention", elem_id="attention", **look)
         starts = [button.click, *(text.submit for text in texts)]
         asked = gradio.on(starts, told(head.answer), texts, [output, reading, image], api_name="answer")
         drawing = {"fn": show, "inputs": [reading, layer, which], "outputs": image}

@@ -40,6 +40,9 @@ class PageReader:
     def find(self, selector: str) -> Any:
         return self.browser.find_element(By.CSS_SELECTOR, selector)
 
+    def find_all(self, selector: str) -> list[Any]:
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
     def wait(self, is_there: Callable[[], Any]) -> Any:
         """Returns the first true value; elements come and go while the page draws itself."""
 
@@ -74,14 +77,14 @@ class PageReader:
         toast = self.wait(lambda: self.find(".toast-body"))
         text = self.wait(lambda: toast.text)
         self.browser.execute_script("document.querySelector('.toast-close')?.click()")
-        self.wait(lambda: not self.browser.find_elements(By.CSS_SELECTOR, ".toast-body"))
+        self.wait(lambda: not self.find_all(".toast-body"))
         return text
 
     def choose(self, field: str, option: str) -> None:
         """Chooses of a dropdown."""
         self.browser.switch_to.window(self.tab)
         self.find(f"#{field} input").click()
-        options = self.wait(lambda: self.browser.find_elements(By.CSS_SELECTOR, "[role=option]"))
+        options = self.wait(lambda: self.find_all("[role=option]"))
         next(one for one in options if one.get_attribute("aria-label") == option).click()
 
     def image(self, other_than: str | None = None) -> tuple[str, np.ndarray]:

@@ -1,6 +1,7 @@
 """Tests of scripts/demo.py: the page of every head in a real headless Chromium."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -125,7 +126,7 @@ def test_a_translation_its_picture_and_what_cannot_be_translated(demo, opened, t
         assert re.search(message, shown)
         assert "Traceback" not in shown
         page.wait(lambda: page.written() == "")  # no answer to another text is left
-        assert not page.browser.find_elements("css selector", "#attention img")
+        assert not page.find_all("#attention img")
     page.ask(text=TEXTS[1])
     page.wait(lambda: page.written() == ready("translation", folder)(TEXTS[1])[0]["translation_text"])
 
@@ -212,8 +213,12 @@ def test_words_are_marked(opened, tmp_path):
     assert len({span["entity_group"] for span in spans}) > 1
     page.ask(text=TEXTS[0])
     page.wait(lambda: all(span["word"].strip() in page.shown() for span in spans))
-    marked = page.browser.find_elements("css selector", "#answer .textspan")
-    found = [tuple(span.text.split("\n")) for span in marked if "\n" in span.text]
+    legend, marked = (
+        [(part.text, part.value_of_css_property("background-color")) for part in page.find_all(selector)]
+        for selector in ("#answer .legend-item", "#answer .token.highlighted")
+    )
+    names = {colour: name for name, colour in legend}
+    found = [(text.strip(), names[colour]) for text, colour in marked]
     assert found == [(TEXTS[0][s["start"] : s["end"]].strip(), s["entity_group"]) for s in spans]
     page.image()
 
@@ -286,3 +291,16 @@ def test_a_folder_without_a_head_or_model_gets_a_line(tmp_path):
         command = [sys.executable, str(SCRIPTS / "demo.py"), folder]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert (done.returncode, done.stderr.splitlines()[-1]) == (1, message)
+
+
+def test_the_guides_commands_parse_and_its_pictures_are_there_and_small(demo, monkeypatch):
+    guide = SCRIPTS.parent / "docs/demo.md"
+    text = guide.read_text(encoding="utf-8")
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("python scripts/")]
+    assert len(commands) == 4
+    for _, script, *words in commands:
+        monkeypatch.setattr(sys, "argv", [script, *words])
+        load_script(Path(script).stem).parse_arguments()
+    pictures = re.findall(r"!\[[^\]]+\]\((.+?)\)", text)
+    assert len(pictures) == 3
+    assert all((guide.parent / picture).stat().st_size < 150_000 for picture in pictures)
