@@ -1,14 +1,17 @@
 """What the tests of the ecosystem share: tiny folders of every head, texts, and fresh processes."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+import remote_loader
 import torch
 from conftest import pad, tiny_tokenizer
-from remote_loader import strangers_process
 from tiny import build, weaken
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -100,9 +103,18 @@ def encode(name: str, texts: list[str]) -> dict[str, torch.Tensor]:
 
 def load_afresh(tmp_path: Path, folder: Path, auto: str, inputs: dict[str, torch.Tensor]) -> dict:
     """Returns what a process without our package finds in a folder: "parameters", "outputs", "class", ..."""
-    inputs = {name: value.tolist() for name, value in inputs.items()}
-    arguments = {"folder": str(folder), "autos": [auto], "inputs": inputs}
-    found = strangers_process(tmp_path, {"loaded": ["load", arguments]})
+    # not `strangers_process`, for which deprecations are errors: where hqq is installed, transformers imports
+    # it, and it a part of torch that warns
+    jobs, results = tmp_path / "jobs.json", tmp_path / "results.pt"
+    arguments = {"inputs": {name: value.tolist() for name, value in inputs.items()}}
+    arguments |= {"folder": str(folder), "autos": [auto]}
+    jobs.write_text(json.dumps({"loaded": ["load", arguments]}))
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    line = [sys.executable, remote_loader.__file__, str(jobs), str(results)]
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = torch.load(results, weights_only=False)
     loaded = found["found"]["loaded"]
     assert "error" not in loaded, loaded["error"]
     assert found["attempts"] == []

