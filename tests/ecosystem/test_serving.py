@@ -41,6 +41,8 @@ pytestmark = pytest.mark.ecosystem
 NEEDS = 'runs after pip install "hf_transformer_block[ecosystem]"'
 STACKS = pytest.mark.parametrize("shape", ["encoder", "decoder"])
 NEW = 8
+# by default the pages of the cache take most of the machine's memory
+PAGES = ("--cb-num-blocks", "32", "--cb-block-size", "16", "--cb-max-batch-tokens", "64")
 # the whole of a server for remote code; `serve` looks for the class in transformers
 SERVER = """
 import transformers
@@ -228,7 +230,7 @@ def chat_by_hand(model: nn.Module, text: str) -> tuple[list[int], list[int]]:
     return ids, continue_by_hand(model, ids)
 
 
-@pytest.mark.parametrize("options", [(), ("--continuous-batching",)], ids=["plain", "continuous"])
+@pytest.mark.parametrize("options", [(), ("--continuous-batching", *PAGES)], ids=["plain", "continuous"])
 def test_serve_streams_what_plain_forwards_write(options, folder_of, tmp_path):
     for module in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(module, reason=NEEDS)
