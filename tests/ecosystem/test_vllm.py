@@ -230,9 +230,9 @@ ENCODERS = {
 
 
 REFUSALS = {
-    "encoder-decoder": "dispatches attention from more than one module",
-    "encoder": "TODO",
     "decoder": "TODO",
+    "encoder-decoder": "Layer 0 dispatches attention from more than one module",
+    "encoder": "pooled_data should be a 1-D probability vector",
 }
 
 
@@ -261,9 +261,9 @@ def test_embeddings_are_our_hidden_states(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     pooling = {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN", "use_activation": False}}
     cases = {
+        "decoder": (TransformerBlockForCausalLM, "generate", {"new": 2}, {}),
         "encoder-decoder": (TransformerBlockForConditionalGeneration, "generate", {"new": 2}, {}),
         "encoder": (TransformerBlockForSequenceClassification, "classify", {}, pooling),
-        "decoder": (TransformerBlockForCausalLM, "generate", {"new": 2}, {}),
     }
     jobs = {}
     for shape, (model_class, call, options, llm) in cases.items():
