@@ -322,7 +322,7 @@ JOINED: ContextVar[Mapping[tuple[nn.Linear, ...], Joined]] = ContextVar(
 
 def join(layers: tuple[nn.Linear, ...]) -> Joined | None:
     """Returns the weights and the biases of layers one below the other; None if the layers must be called."""
-    if not all(is_bare(layer) and layer.weight.device.type == "cpu" for layer in layers):
+    if not layers or not all(is_bare(layer) and layer.weight.device.type == "cpu" for layer in layers):
         return None
     has_bias = {layer.bias is not None for layer in layers}
     if len(has_bias) > 1:
@@ -1321,6 +1321,11 @@ def require_architecture(config: TransformerBlockConfig, head: str, *fitting: st
         )
 
 
+def size_of(group: tuple[nn.Module, ...]) -> int:
+    """Returns how many weights layers have."""
+    return sum(weight.numel() for layer in group for weight in layer.parameters())
+
+
 @contextmanager
 def joined_projections(model: nn.Module) -> Iterator[None]:
     """Keeps layers of at most 2 MiB (in float32) joined, in this thread, while nobody changes them."""
@@ -1328,9 +1333,9 @@ def joined_projections(model: nn.Module) -> Iterator[None]:
     if not torch.is_autocast_enabled("cpu"):  # which would cast them with every token
         parts = (TransformerBlockAttention, TransformerBlockMLP)
         groups = [part.projected_together for part in model.modules() if isinstance(part, parts)]
-        small = [group for group in groups if group and sum(layer.weight.numel() for layer in group) <= 2**19]
         with torch.no_grad():
-            joined |= {group: weights for group in small if (weights := join(group)) is not None}
+            pairs = [(group, join(group)) for group in groups if size_of(group) <= 2**19]
+        joined |= {group: weights for group, weights in pairs if weights is not None}
     token = JOINED.set(joined)
     try:
         yield

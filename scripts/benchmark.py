@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -343,12 +344,19 @@ def machine(device: str) -> dict[str, object]:
     models = [
         line.split(":")[1].strip() for line in cpus.read_text().splitlines() if line.startswith("model name")
     ]
+    threads = (
+        []
+        if any(word.startswith("--threads") for word in sys.argv)
+        else ["--threads", str(torch.get_num_threads())]
+    )
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else (models or [platform.processor()])[0],
         "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            name: version(name) for name in ("torch", "transformers", "x-transformers", "ctranslate2")
+        },
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv, *threads]),
     }
 
 
@@ -369,10 +377,14 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.cases or (QUICK if arguments.quick else list(cases))
     for name in names:
+        if name == "train-large" and device == "cpu":
+            parser.error("the case 'train-large' needs a GPU, and torch sees none")
         if name not in cases:
             parser.error(f"there is no case {name!r}; known: {', '.join(cases)}")
     if arguments.threads is not None and arguments.threads < 1:
         parser.error(f"--threads {arguments.threads} must be at least 1")
+    if arguments.output_file and arguments.output_file.is_dir():
+        parser.error(f"--output_file {arguments.output_file} is a folder: name a file in it")
     if arguments.output_file and not arguments.output_file.parent.is_dir():
         parser.error(f"--output_file {arguments.output_file}: there is no folder for it")
     torch.set_num_threads(arguments.threads or torch.get_num_threads())

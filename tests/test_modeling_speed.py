@@ -394,6 +394,33 @@ def test_layers_that_are_none_of_ours_are_not_joined():
     assert modeling.join((nn.Linear(6, 4), nn.Linear(6, 2)))[0].shape == (6, 6)
 
 
+class Wrapped(nn.Module):
+    """A layer around another one, as tools put it there, without a weight of its own."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 2 * self.base(inputs)
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.gate_proj"])
+def test_generation_calls_layers_that_are_replaced(name):
+    model, ids = decoder_and_tokens()
+    block = model.eval().model.layers[0]
+    block.set_submodule(name, Wrapped(block.get_submodule(name)))
+    settings = {
+        "max_new_tokens": 2,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    written = model.generate(ids, **settings)
+    with torch.no_grad():
+        assert_close(written.logits[0], model(ids, logits_to_keep=1).logits[:, 0], rtol=1e-4, atol=1e-4)
+
+
 def test_generation_joins_small_layers_alone():
     config = tiny_config("decoder", **MODERN, hidden_size=16, intermediate_size=2**15)
     model = TransformerBlockForCausalLM(config).eval()
