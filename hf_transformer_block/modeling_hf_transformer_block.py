@@ -11,11 +11,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -238,15 +236,14 @@ class RootMeanSquareNorm(torch.autograd.Function):
 
 
 class TransformerBlockRMSNorm(nn.RMSNorm):
-    """nn.RMSNorm, faster on a CPU in float32 and float64."""
+    """nn.RMSNorm; on a CPU it trains faster in float32 and float64."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         is_exact = hidden_states.dtype == self.weight.dtype and hidden_states.dtype.itemsize >= 4
-        if not (is_exact and is_plain(hidden_states)):
-            return super().forward(hidden_states)
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad):
+        has_gradients = torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad)
+        if self.training and has_gradients and is_exact and is_plain(hidden_states):
             return RootMeanSquareNorm.apply(hidden_states, self.weight, self.eps)
-        return RootMeanSquareNorm.forward(hidden_states, self.weight, self.eps)
+        return super().forward(hidden_states)
 
 
 def build_norm(config: TransformerBlockConfig, size: int) -> nn.Module:
@@ -313,16 +310,9 @@ def is_half_on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_half
 
 
-Joined = tuple[torch.Tensor, torch.Tensor | None]
-# what `generate` has joined in this thread, by layers: no part of the modules, which others may copy or train
-JOINED: ContextVar[Mapping[tuple[nn.Linear, ...], Joined]] = ContextVar(
-    "JOINED", default=MappingProxyType({})
-)
-
-
-def join(layers: tuple[nn.Linear, ...]) -> Joined | None:
+def join(layers: tuple[nn.Linear, ...]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Returns the weights and the biases of layers one below the other; None if the layers must be called."""
-    if not layers or not all(is_bare(layer) and layer.weight.device.type == "cpu" for layer in layers):
+    if not all(is_bare(layer) and layer.weight.device.type == "cpu" for layer in layers):
         return None
     has_bias = {layer.bias is not None for layer in layers}
     if len(has_bias) > 1:
@@ -333,15 +323,13 @@ def join(layers: tuple[nn.Linear, ...]) -> Joined | None:
 
 def project(inputs: torch.Tensor, *layers: nn.Linear) -> tuple[torch.Tensor, ...]:
     """
-    Returns what linear layers make of one input (..., I); a CPU takes one product with all weights.
+    Returns what linear layers make of one input (..., I); a CPU trains them by one product with all weights.
 
-    The weights stay those of the layers, whom tools and checkpoints know. Their copy is made in every step of
-    training, and once for all tokens by `generate`; elsewhere it costs more than it saves.
+    The weights stay those of the layers, whom tools and checkpoints know. Elsewhere their copy, kept for the
+    backward pass, costs more than it saves: memory on a GPU, time for the few tokens of a step of generation.
     """
-    joined = None
-    if len(layers) > 1 and is_plain(inputs):
-        joined = None if torch.is_grad_enabled() else JOINED.get().get(layers)
-        joined = join(layers) if joined is None and layers[0].training else joined
+    is_worth_it = len(layers) > 1 and layers[0].training and is_plain(inputs)
+    joined = join(layers) if is_worth_it else None
     if joined is None:
         return tuple(layer(inputs) for layer in layers)
     return F.linear(inputs, *joined).split_with_sizes([layer.out_features for layer in layers], dim=-1)
@@ -383,11 +371,6 @@ class TransformerBlockAttention(nn.Module):
         )
         self.q_norm = build_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = build_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
-
-    @property
-    def projected_together(self) -> tuple[nn.Linear, ...]:
-        """The layers whose weights `generate` joins."""
-        return self.q_proj, self.k_proj, self.v_proj
 
     def heads(self, states: torch.Tensor, *projections: nn.Linear) -> list[torch.Tensor]:
         """Projects and splits into heads: (B, L, D) -> (B, L, H, K) by each of the projections."""
@@ -499,11 +482,6 @@ class TransformerBlockMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
         self.is_gated = config.gated_mlp
-
-    @property
-    def projected_together(self) -> tuple[nn.Linear, ...]:
-        """The layers whose weights `generate` joins."""
-        return (self.gate_proj, self.up_proj) if self.is_gated else ()
 
     def let_through(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Returns act(gate) * up."""
@@ -1321,40 +1299,7 @@ def require_architecture(config: TransformerBlockConfig, head: str, *fitting: st
         )
 
 
-def size_of(group: tuple[nn.Module, ...]) -> int:
-    """Returns how many weights layers have."""
-    return sum(weight.numel() for layer in group for weight in layer.parameters())
-
-
-@contextmanager
-def joined_projections(model: nn.Module) -> Iterator[None]:
-    """Keeps layers of at most 2 MiB (in float32) joined, in this thread, while nobody changes them."""
-    joined = dict(JOINED.get())
-    if not torch.is_autocast_enabled("cpu"):  # which would cast them with every token
-        parts = (TransformerBlockAttention, TransformerBlockMLP)
-        groups = [part.projected_together for part in model.modules() if isinstance(part, parts)]
-        with torch.no_grad():
-            pairs = [(group, join(group)) for group in groups if size_of(group) <= 2**19]
-        joined |= {group: weights for group, weights in pairs if weights is not None}
-    token = JOINED.set(joined)
-    try:
-        yield
-    finally:
-        JOINED.reset(token)
-
-
-class TransformerBlockGenerationMixin(GenerationMixin):
-    """transformers' `generate`, which joins weights first: it changes none."""
-
-    @wraps(GenerationMixin.generate)
-    def generate(self, *args, **kwargs):
-        with joined_projections(self):
-            return super().generate(*args, **kwargs)
-
-
-class TransformerBlockForCausalLM(
-    TransformerBlockLMMixin, TransformerBlockPreTrainedModel, TransformerBlockGenerationMixin
-):
+class TransformerBlockForCausalLM(TransformerBlockLMMixin, TransformerBlockPreTrainedModel, GenerationMixin):
     """A decoder that predicts the next token; it owns the shift: `labels` are `input_ids`, -100 ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -1467,7 +1412,7 @@ def shift_tokens_right(labels: torch.Tensor, config: TransformerBlockConfig) -> 
 
 
 class TransformerBlockForConditionalGeneration(
-    TransformerBlockLMMixin, TransformerBlockPreTrainedModel, TransformerBlockGenerationMixin
+    TransformerBlockLMMixin, TransformerBlockPreTrainedModel, GenerationMixin
 ):
     """An encoder-decoder that writes a target for a source; `labels` are its tokens, -100 ignored."""
 

@@ -1,8 +1,5 @@
 """Tests of what the model does in a faster way, against the plain way: gradients, products, precisions."""
 
-import copy
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -213,57 +210,12 @@ def test_angles_that_differ_in_the_halves_are_rotated_by_both():
     assert_close(ours, theirs)
 
 
-def products_of(action) -> int:
-    """Returns how many products with weights an action makes."""
-    products, linear = [], F.linear
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "linear", lambda *args: products.append(1) or linear(*args))
-        action()
-    return len(products)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_generation_joins_weights_for_as_long_as_it_lasts(training):
-    model = TransformerBlockForCausalLM(tiny_config("decoder", dropout=0.0, **MODERN)).train(training)
-    ids, depth = tiny_tokens(2, 5), model.config.num_hidden_layers
-    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling, "join", lambda layers: None)
-        plain = model.generate(ids, **settings)
-        assert products_of(lambda: model.generate(ids, **settings)) == 3 * (7 * depth + 1)
-    assert products_of(lambda: model.generate(ids, **settings)) == 3 * (4 * depth + 1)
-    assert model.generate(ids, **settings).equal(plain)
-    assert not modeling.JOINED.get()
-    with torch.no_grad():  # weights change between two calls, in the way that no version counter sees
-        for weight in model.parameters():
-            weight.data.copy_(torch.randn_like(weight))
-    changed = model.generate(ids, **settings, return_dict_in_generate=True, output_logits=True)
-    assert_close(changed.logits[0], model.eval()(ids, logits_to_keep=1).logits[:, 0], rtol=1e-4, atol=1e-4)
-
-
-def test_generation_that_fails_keeps_no_joined_weights():
-    model = TransformerBlockForCausalLM(tiny_config("decoder", **MODERN)).eval()
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        model.generate(torch.tensor([[10**6]]), max_new_tokens=2)
-    assert not modeling.JOINED.get()
-
-
 def test_generation_calls_layers_that_are_hooked():
     model = TransformerBlockForCausalLM(tiny_config("decoder", **MODERN)).eval()
     seen = []
     model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *args: seen.append(1))
     model.generate(tiny_tokens(1, 4), max_new_tokens=3, eos_token_id=None)
     assert len(seen) == 3
-
-
-def test_two_threads_may_generate_with_one_model():
-    model = TransformerBlockForCausalLM(tiny_config("decoder", **MODERN)).eval()
-    prompts = [tiny_tokens(1, 3 + number) for number in range(6)]
-    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = [model.generate(prompt, **settings) for prompt in prompts]
-    with ThreadPoolExecutor(3) as threads:
-        written = list(threads.map(lambda prompt: model.generate(prompt, **settings), prompts))
-    assert all(map(torch.equal, written, expected))
 
 
 @pytest.mark.parametrize("vocab_size", [40, 5000])
@@ -329,20 +281,6 @@ def decoder_and_tokens():
 
 def gradients(model, ids) -> list[torch.Tensor]:
     return torch.autograd.grad(model(ids, labels=ids).loss, list(model.parameters()))
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_weights_learn_also_while_generation_has_joined_them(training):
-    model, ids = decoder_and_tokens()
-    expected = gradients(model.train(training), ids)
-    with modeling.joined_projections(model):
-        copied = copy.deepcopy(model)
-        assert_close(gradients(model, ids), expected)
-    assert_close(gradients(copied, ids), expected)
-    with torch.no_grad():
-        for weight in copied.parameters():
-            weight.normal_()
-        assert not torch.equal(copied(ids).logits, model(ids).logits)
 
 
 def test_a_step_trains_with_saved_tensors_on_the_cpu():
@@ -419,15 +357,6 @@ def test_generation_calls_layers_that_are_replaced(name):
     written = model.generate(ids, **settings)
     with torch.no_grad():
         assert_close(written.logits[0], model(ids, logits_to_keep=1).logits[:, 0], rtol=1e-4, atol=1e-4)
-
-
-def test_generation_joins_small_layers_alone():
-    config = tiny_config("decoder", **MODERN, hidden_size=16, intermediate_size=2**15)
-    model = TransformerBlockForCausalLM(config).eval()
-    with modeling.joined_projections(model):
-        joined = list(modeling.JOINED.get())
-    attentions = [block.self_attn for block in model.model.layers]
-    assert joined == [attention.projected_together for attention in attentions]
 
 
 def test_the_block_takes_gradients_of_single_examples():
