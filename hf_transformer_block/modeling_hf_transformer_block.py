@@ -240,10 +240,12 @@ class TransformerBlockRMSNorm(nn.RMSNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         is_exact = hidden_states.dtype == self.weight.dtype and hidden_states.dtype.itemsize >= 4
+        if not (self.training and is_exact and is_plain(hidden_states)):
+            return super().forward(hidden_states)
+        # checkpointing first runs without gradients, and then must get the same numbers
         has_gradients = torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad)
-        if self.training and has_gradients and is_exact and is_plain(hidden_states):
-            return RootMeanSquareNorm.apply(hidden_states, self.weight, self.eps)
-        return super().forward(hidden_states)
+        norm = RootMeanSquareNorm.apply if has_gradients else RootMeanSquareNorm.forward
+        return norm(hidden_states, self.weight, self.eps)
 
 
 def build_norm(config: TransformerBlockConfig, size: int) -> nn.Module:

@@ -376,3 +376,10 @@ def test_the_block_takes_gradients_of_single_examples():
     rows = [torch.autograd.grad(loss(weights, row), weights.values()) for row in states]
     for name, *single in zip(weights, *rows, strict=True):
         assert_close(each[name], torch.stack(single), rtol=1e-4, atol=1e-5)
+
+
+def test_the_norm_is_the_same_with_and_without_gradients():
+    norm, states = modeling.TransformerBlockRMSNorm(64, eps=1e-5).train(), torch.randn(9, 64)
+    with torch.no_grad():
+        first = norm(states)
+    assert norm(states).equal(first)
