@@ -290,6 +290,7 @@ def test_a_step_trains_with_saved_tensors_on_the_cpu():
         assert_close(gradients(model, ids), expected)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, when first used
 @pytest.mark.parametrize("training", [False, True])
 def test_forward_mode_gives_the_gradients_of_backward_mode(training):
     model, ids = decoder_and_tokens()
