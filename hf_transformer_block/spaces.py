@@ -28,8 +28,7 @@ def pinned() -> dict[str, str]:
         return {name: version(name).split("+")[0] for name in REQUIRED}  # a build's "+cpu" is in no registry
     except PackageNotFoundError as error:
         raise ValueError(
-            f"{error.name} is missing, whose version a Space pins: pip install "
-            '"hf_transformer_block[ecosystem]"'
+            f'{error.name} is missing, whose version a Space pins: pip install "hf_transformer_block[demo]"'
         ) from error
 
 

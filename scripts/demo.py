@@ -25,7 +25,7 @@ try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer, pipeline
 except ModuleNotFoundError as error:
-    raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[ecosystem]"') from error
+    raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[demo]"') from error
 
 import plot_attention
 
