@@ -260,7 +260,7 @@ def generate(model: PreTrainedModel, shape: Shape, device: str, new_tokens: int,
 
 def compiled() -> dict:
     """Returns the settings of `generate` for a compiled step with a static cache, on any device."""
-    config = CompileConfig(fullgraph=True, dynamic=False)
+    config = CompileConfig(fullgraph=True, dynamic=False, mode=None, options={"cpp_wrapper": True})
     config._compile_all_devices = True
     return {"cache_implementation": "static", "compile_config": config}
 
