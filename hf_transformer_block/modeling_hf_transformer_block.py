@@ -187,8 +187,8 @@ def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
     """Rotates all features (B, H, L, R) by angles (B, 1, L, R)."""
     if states.requires_grad and not cos.requires_grad and cos.dtype.itemsize >= 4 and is_plain(states):
         return Rotation.apply(states.to(cos.dtype), cos, sin)
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-second, first], dim=-1) * sin
+    half = states.shape[-1] // 2  # slices: of chunks, ExecuTorch makes the traced batch the only one
+    return states * cos + torch.cat([-states[..., half:], states[..., :half]], dim=-1) * sin
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -160,6 +160,13 @@ def test_a_page_runs_from_top_to_bottom(page, project, env):
     run_page(page, project, env)
 
 
+@pytest.mark.ecosystem
+def test_the_page_of_tools_runs_from_top_to_bottom(project, env):
+    for module in ("lm_eval", "openai", "sentence_transformers", "tensorboard", "torchao"):
+        pytest.importorskip(module, reason='runs after pip install "hf_transformer_block[ecosystem]"')
+    run_page("tools", project, env | {"PORT": str(free_port()), "MASTER_PORT": str(free_port())})
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="runs where git is installed")
 def test_a_changed_block_trains_loads_and_is_refused_by_the_original(project, env):

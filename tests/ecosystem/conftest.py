@@ -63,7 +63,9 @@ def build_tiny(name: str, **kwargs) -> nn.Module:
     """Returns a model of `MODELS` whose weights all matter and whose tokens vary."""
     head, shape, preset, _ = MODELS[name]
     torch.manual_seed(31)
-    values = {"initializer_range": 0.3, **({"num_labels": 1} if name == "reward" else {}), **kwargs}
+    # a decoder with tied weights repeats its last token; the encoder-decoder stays tied
+    own = {"decoder": {"tie_word_embeddings": False}, "reward": {"num_labels": 1}}.get(name, {})
+    values = {"initializer_range": 0.3, **own, **kwargs}
     return weaken(build(head, shape, preset, **values))
 
 

@@ -136,9 +136,9 @@ def test_a_merged_adapter_computes_the_same(name, adapter, folder_of, tmp_path):
     expected = logits_of(model, batch)
     merged = model.merge_and_unload()
     assert not any("lora" in key for key, _ in merged.named_modules())
-    assert_close(logits_of(merged, batch), expected, rtol=0, atol=1e-5)
+    assert_close(logits_of(merged, batch), expected, rtol=0, atol=3e-5)
     merged.save_pretrained(tmp_path)
-    assert_close(logits_of(load(name, tmp_path), batch), expected, rtol=0, atol=1e-5)
+    assert_close(logits_of(load(name, tmp_path), batch), expected, rtol=0, atol=3e-5)
 
 
 def adapt_at_random(name: str, adapter: str, folder: Path) -> nn.Module:
