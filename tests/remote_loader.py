@@ -15,7 +15,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -101,15 +100,15 @@ def load(folder: str, autos: list[str], inputs: dict, cwd: str | None = None) ->
 
 
 def refuse(folder: str, autos: list[str]) -> dict:
-    """Tries to load without trust; returns the messages, the seconds and the remote modules in memory."""
-    messages, start = {}, time.monotonic()
+    """Tries to load without trust; returns the messages and the remote modules in memory."""
+    messages = {}
     for auto in autos:
         try:
             getattr(transformers, auto).from_pretrained(folder)
         except ValueError as error:
             messages[auto] = str(error)
     modules = [name for name in sys.modules if name.startswith("transformers_modules")]
-    return {"messages": messages, "seconds": time.monotonic() - start, "modules": modules}
+    return {"messages": messages, "modules": modules}
 
 
 def generate(folder: str, auto: str, inputs: dict, options: dict) -> torch.Tensor:
