@@ -7,12 +7,14 @@ import pytest
 import torch
 import transformers
 from conftest import tiny_tokens
+from tiny import NEW, by_hand
 from torch import nn
 from torch.testing import assert_close
 
 from hf_transformer_block.modeling_hf_transformer_block import CACHE
 
 from .conftest import MODELS, encode, words
+from .strangers import as_stranger, assert_remote, load_remote
 
 
 peft = pytest.importorskip("peft", reason='runs after pip install "hf_transformer_block[ecosystem]"')
@@ -26,7 +28,6 @@ AUTO_PEFT = {
     "encoder-decoder": "AutoPeftModelForSeq2SeqLM",
     "classifier": "AutoPeftModelForSequenceClassification",
 }
-NEW = 6
 NAMED = ["q_proj", "v_proj", "down_proj"]
 LORA = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
 ADAPTERS = {
@@ -42,7 +43,7 @@ EACH_TASK = pytest.mark.parametrize("name", TASKS)
 
 def load(name: str, folder: Path) -> nn.Module:
     """Loads a folder as its user does, by its auto class and the code beside the weights."""
-    return getattr(transformers, MODELS[name][3]).from_pretrained(folder, trust_remote_code=True)
+    return load_remote(MODELS[name][3], folder)
 
 
 def batch_of(name: str) -> dict[str, torch.Tensor]:
@@ -110,7 +111,9 @@ def test_an_adapter_trains_and_comes_back(name, adapter, folder_of, tmp_path):
     expected = logits_of(model, batch)
     model.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("model*.safetensors"))
-    loaded = getattr(peft, AUTO_PEFT[name]).from_pretrained(tmp_path, trust_remote_code=True)
+    with as_stranger():
+        loaded = getattr(peft, AUTO_PEFT[name]).from_pretrained(tmp_path, trust_remote_code=True)
+    assert_remote(loaded.get_base_model())
     assert_close(logits_of(loaded, batch), expected, rtol=0, atol=1e-6)
 
 
@@ -150,18 +153,6 @@ def adapt_at_random(name: str, adapter: str, folder: Path) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def by_hand(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Takes the most likely token of whole forwards of one row, without a cache."""
-    is_pair = model.config.is_encoder_decoder
-    source, name = ({"input_ids": ids}, "decoder_input_ids") if is_pair else ({}, "input_ids")
-    written = torch.tensor([[model.config.decoder_start_token_id]]) if is_pair else ids
-    for _ in range(NEW):
-        logits = model(**source, **{name: written}, use_cache=False).logits
-        written = torch.cat([written, logits[:, -1:].argmax(dim=-1)], dim=1)
-    return written[0, -NEW:]
-
-
 IGNORES_PREFIX = pytest.mark.xfail(
     CACHE == "cache",
     strict=True,
@@ -190,7 +181,7 @@ def test_an_adapted_model_generates_as_its_logits_say(name, adapter, options, fo
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **options}
     written = model.generate(**batch, **options)[:, -NEW:]
     rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    expected = torch.stack([by_hand(model, ids[mask == 1][None]) for ids, mask in rows])
+    expected = torch.stack([by_hand(model, ids[mask == 1]) for ids, mask in rows])
     assert len(expected.unique()) > 5, expected
     plain = load(name, folder).generate(**batch, **options)[:, -NEW:]
     assert not torch.equal(expected, plain)
@@ -203,7 +194,7 @@ def test_a_prefix_given_as_a_cache_is_generated_from(name, folder_of):
     model = adapt_at_random(name, "prefix", folder_of(name, tie_word_embeddings=False))
     batch = encode(name, words(4))
     rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    expected = torch.stack([by_hand(model, ids[mask == 1][None]) for ids, mask in rows])
+    expected = torch.stack([by_hand(model, ids[mask == 1]) for ids, mask in rows])
     if name == "decoder":  # the prompt of generate begins with what the cache holds; a target does not
         places = torch.ones(4, 3, dtype=torch.long)
         batch = {key: torch.cat([places, value], dim=1) for key, value in batch.items()}

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from conftest import tiny_tokens
 from torch import nn
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from .conftest import MODELS, load_afresh, words
+from .strangers import as_stranger, assert_remote, load_remote
 
 
 trl = pytest.importorskip("trl", reason='runs after pip install "hf_transformer_block[ecosystem]"')
@@ -51,13 +52,15 @@ def losses_of(trainer) -> list[float]:
     return found
 
 
-def load(folder: Path, auto: type = AutoModelForCausalLM) -> nn.Module:
-    return auto.from_pretrained(folder, trust_remote_code=True)
+def load(folder: Path, name: str = "decoder") -> nn.Module:
+    """Loads a folder of `MODELS` by the code beside the weights."""
+    return load_remote(MODELS[name][3], folder)
 
 
 def assert_trained_and_saved(trainer, before: Path, name: str, tmp_path: Path) -> None:
     """The weights have moved, and a process that has only the saved folder finds them and their outputs."""
-    start = load(before, {"decoder": AutoModelForCausalLM}.get(name, AutoModelForSequenceClassification))
+    assert_remote(trainer.model)
+    start = load(before, name)
     trained = {key: value.detach() for key, value in trainer.model.named_parameters()}
     moved = [key for key, value in start.named_parameters() if (trained[key] - value).abs().max() > 1e-4]
     assert len(moved) > 0.7 * len(trained), moved
@@ -117,12 +120,8 @@ def test_sft_on_chats_learns_the_answers_alone(folder_of, tmp_path):
     chats = [chat(*pair) for pair in zip(words(4), words(4), strict=True)]
     rows = data(tmp_path, [{"prompt": prompt, "completion": answer} for prompt, answer in chats])
     config = trl.SFTConfig(**options(tmp_path / "run"), model_init_kwargs={"trust_remote_code": True})
-    trainer = trl.SFTTrainer(
-        str(folder),
-        config,
-        train_dataset=rows,
-        processing_class=tokenizer,
-    )
+    with as_stranger():
+        trainer = trl.SFTTrainer(str(folder), config, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     texts, firsts = [], []
     for prompt, answer in chats:
@@ -177,18 +176,19 @@ def test_grpo_rewards_what_the_model_writes(folder_of, tmp_path):
         seen.append((completions, shares))
         return shares
 
-    trainer = trl.GRPOTrainer(
-        str(folder),
-        evenness,
-        args=trl.GRPOConfig(
-            **options(tmp_path / "run"),
-            num_generations=4,
-            max_completion_length=8,
-            model_init_kwargs={"trust_remote_code": True},
-        ),
-        train_dataset=data(tmp_path, [{"prompt": text} for text in words(8)]),
-        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-    )
+    with as_stranger():
+        trainer = trl.GRPOTrainer(
+            str(folder),
+            evenness,
+            args=trl.GRPOConfig(
+                **options(tmp_path / "run"),
+                num_generations=4,
+                max_completion_length=8,
+                model_init_kwargs={"trust_remote_code": True},
+            ),
+            train_dataset=data(tmp_path, [{"prompt": text} for text in words(8)]),
+            processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        )
     trainer.train()
     assert len(losses_of(trainer)) == 3
     logged = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
@@ -204,7 +204,7 @@ def test_a_reward_model_learns_to_prefer(folder_of, tmp_path):
     chats = [chat(*triple) for triple in zip(words(4), words(4), words(4), strict=True)]
     rows = [{"chosen": prompt + good, "rejected": prompt + bad} for prompt, good, bad in chats]
     trainer = trl.RewardTrainer(
-        load(folder, AutoModelForSequenceClassification),
+        load(folder, "reward"),
         trl.RewardConfig(**options(tmp_path / "run")),
         train_dataset=data(tmp_path, rows),
         eval_dataset=data(tmp_path, rows),
@@ -227,7 +227,7 @@ def test_a_reward_model_learns_to_prefer(folder_of, tmp_path):
             total -= F.logsigmoid(torch.tensor(good - bad)).item() / len(rows)
         return total
 
-    start = load(folder, AutoModelForSequenceClassification)
+    start = load(folder, "reward")
     assert losses[0] == pytest.approx(mean_preference(start), abs=1e-4)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(mean_preference(trainer.model), abs=1e-4)
     assert_trained_and_saved(trainer, folder, "reward", tmp_path)
