@@ -12,7 +12,7 @@ import pytest
 import remote_loader
 import torch
 from conftest import pad, tiny_tokenizer
-from tiny import build, weaken
+from tiny import build, by_hand, weaken
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -29,6 +29,7 @@ for name in ("WANDB_DIR", "TRACKIO_DIR"):  # the trackers write into the tests' 
 os.environ["WANDB_MODE"] = "offline"
 os.environ["DO_NOT_TRACK"] = "1"
 
+WRITTEN = 8  # tokens
 # name of a folder: class, shape, preset, the auto class that loads it
 MODELS = {
     "decoder": (TransformerBlockForCausalLM, "decoder", "modern", "AutoModelForCausalLM"),
@@ -101,6 +102,12 @@ def encode(name: str, texts: list[str]) -> dict[str, torch.Tensor]:
     """Returns padded ids and their mask."""
     tokenizer = tokenizer_of(name)
     return pad([torch.tensor(tokenizer(text)["input_ids"]) for text in texts], tokenizer.padding_side)
+
+
+def continue_by_hand(model: nn.Module, ids: list[int]) -> list[int]:
+    """Returns the `WRITTEN` most likely tokens of a decoder, up to the end token."""
+    written, end = by_hand(model, torch.tensor(ids))[:WRITTEN].tolist(), model.config.eos_token_id
+    return written[: written.index(end) + 1] if end in written else written
 
 
 def load_afresh(tmp_path: Path, folder: Path, auto: str, inputs: dict[str, torch.Tensor]) -> dict:

@@ -14,7 +14,7 @@ from conftest import output_of
 from torch import nn
 from torch.testing import assert_close
 
-from .conftest import build_tiny, tokenizer_of, words
+from .conftest import build_tiny, continue_by_hand, tokenizer_of, words
 from .strangers import as_stranger, assert_remote
 
 
@@ -68,24 +68,10 @@ def log_likelihoods(model: nn.Module, context: list[int], target: list[int]) -> 
     return logits.log_softmax(dim=-1).gather(1, wanted[:, None])[:, 0]
 
 
-@torch.no_grad()
-def greedy(model: nn.Module, context: list[int], count: int) -> list[int]:
-    """Returns the most likely tokens up to the end token, by plain forwards."""
-    source, written = torch.tensor([context]), []
-    while len(written) < count and model.config.eos_token_id not in written:
-        if model.config.is_encoder_decoder:
-            start = [model.config.decoder_start_token_id]
-            logits = model(input_ids=source, decoder_input_ids=torch.tensor([start + written])).logits
-        else:
-            logits = model(torch.tensor([context + written])).logits
-        written.append(int(logits[0, -1].argmax()))
-    return written
-
-
 def answer_by_hand(model: nn.Module, question: str) -> str:
     tokenizer = tokenizer_of("decoder")
-    written = tokenizer.decode(greedy(model, tokenizer(question)["input_ids"], 8), skip_special_tokens=True)
-    return written.split("w9")[0]
+    written = continue_by_hand(model, tokenizer(question)["input_ids"])
+    return tokenizer.decode(written, skip_special_tokens=True).split("w9")[0]
 
 
 def write_tasks(folder: Path, model: nn.Module) -> dict[str, list[dict]]:
@@ -232,9 +218,16 @@ def test_sentence_transformers_trains(name, tmp_path):
     anchors, positives = words(6), words(6)
     model = sentence_transformer(plain_folder(tmp_path / "start", name))
     arguments = sentences.SentenceTransformerTrainingArguments(
-        output_dir=str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=6, learning_rate=3e-3,
-        logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, bf16=False,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "run"),
+        max_steps=6,
+        per_device_train_batch_size=6,
+        learning_rate=3e-3,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+    )
     trainer = sentences.SentenceTransformerTrainer(
         model=model,
         args=arguments,

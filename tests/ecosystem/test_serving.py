@@ -8,12 +8,8 @@ tests/test_pipeline.py and in a process without the package in tests/test_remote
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,14 +29,14 @@ from hf_transformer_block import (
     TransformerBlockModel,
 )
 
-from .conftest import build_tiny, tokenizer_of, words
+from .conftest import WRITTEN, build_tiny, continue_by_hand, tokenizer_of, words
+from .servers import post, serving
 from .strangers import as_stranger, assert_remote
 
 
 pytestmark = pytest.mark.ecosystem
 NEEDS = 'runs after pip install "hf_transformer_block[ecosystem]"'
 STACKS = pytest.mark.parametrize("shape", ["encoder", "decoder"])
-NEW = 8
 # by default the pages of the cache take most of the machine's memory
 PAGES = ("--cb-num-blocks", "32", "--cb-block-size", "16", "--cb-max-batch-tokens", "64")
 # the whole of a server for remote code; `serve` looks for the class in transformers
@@ -70,22 +66,13 @@ def logits_of(model: nn.Module, tokenizer: PreTrainedTokenizerFast, *text: str) 
     return output_of(model, {"input_ids": torch.tensor([tokenizer(*text)["input_ids"]])})[0]
 
 
-@torch.no_grad()
-def continue_by_hand(model: nn.Module, ids: list[int], count: int = NEW) -> list[int]:
-    """Returns the most likely tokens up to the end token, by plain forwards."""
-    written = []
-    while len(written) < count and model.config.eos_token_id not in written:
-        written.append(int(model(torch.tensor([ids + written])).logits[0, -1].argmax()))
-    return written
-
-
 def scores_of(answer: list[dict], key: str) -> tuple[list, torch.Tensor]:
     return [entry[key] for entry in answer], torch.tensor([entry["score"] for entry in answer])
 
 
 def test_text_generation_of_texts_and_chats(tmp_path):
     write, model, tokenizer = pipe(tmp_path, "text-generation", TransformerBlockForCausalLM, "decoder")
-    options = {"max_new_tokens": NEW, "do_sample": False}
+    options = {"max_new_tokens": WRITTEN, "do_sample": False}
     texts = words(5)
     expected = []
     for text in texts:
@@ -176,50 +163,17 @@ def test_question_answering_has_no_pipeline_any_more(tmp_path):
         pipe(tmp_path, "question-answering", head, "encoder")
 
 
-@contextmanager
-def serving(folder: Path, log: Path, *options: str):
-    """Runs `transformers serve` on a free port; yields its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = log.with_name("server.py")
+def serve(folder: Path, work: Path, *options: str):
+    """Runs `transformers serve`; yields its address."""
+    script = work / "server.py"
     script.write_text(SERVER)
     command = [sys.executable, str(script), "serve", str(folder), "--trust-remote-code", "--device", "cpu"]
-    command += ["--host", "127.0.0.1", "--port", str(port), *options]
-    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
-        try:
-            wait_for(f"http://127.0.0.1:{port}/health", server, log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            try:
-                server.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                server.kill()
+    return serving([*command, *options], work)
 
 
-def wait_for(address: str, server: subprocess.Popen, log: Path, seconds: int = 240) -> None:
-    start = time.monotonic()
-    while time.monotonic() - start < seconds:
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            with urllib.request.urlopen(address, timeout=5) as answer:
-                assert answer.status == 200
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(f"no answer after {seconds} s: {log.read_text()[-3000:]}")
-
-
-def post(address: str, path: str, body: dict) -> list[dict]:
-    """Returns the json of an answer, or of every event of a stream."""
-    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{address}{path}", data=data, headers=headers)
-    with urllib.request.urlopen(request, timeout=240) as answer:
-        text = answer.read().decode()
-    if not body.get("stream"):
-        return [json.loads(text)]
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+def events_of(stream: str) -> list[dict]:
+    """Returns the json of every event."""
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
     return [json.loads(event) for event in events if event != "[DONE]"]
 
 
@@ -236,21 +190,22 @@ def test_serve_streams_what_plain_forwards_write(options, folder_of, tmp_path):
         pytest.importorskip(module, reason=NEEDS)
     model, tokenizer = build_tiny("decoder"), tokenizer_of("decoder")
     folder = folder_of("decoder")
-    common = {"model": str(folder), "max_tokens": NEW, "temperature": 0.0}
-    with serving(folder, tmp_path / "log", *options) as address:
+    common = {"model": str(folder), "max_tokens": WRITTEN, "temperature": 0.0}
+    with serve(folder, tmp_path, *options) as address:
+        chats = f"{address}/v1/chat/completions"
         for text in words(3):
             ids, written = chat_by_hand(model, text)
             expected = tokenizer.decode(written, skip_special_tokens=True)
             body = {**common, "messages": [{"role": "user", "content": text}]}
-            (whole,) = post(address, "/v1/chat/completions", {**body, "stream": False})
+            whole = json.loads(post(chats, {**body, "stream": False}))
             assert whole["choices"][0]["message"]["content"] == expected
             assert whole["usage"]["prompt_tokens"] == len(ids)
             assert whole["usage"]["completion_tokens"] == len(written)
-            events = post(address, "/v1/chat/completions", {**body, "stream": True})
+            events = events_of(post(chats, {**body, "stream": True}))
             parts = [event["choices"][0]["delta"].get("content") or "" for event in events]
             assert "".join(parts) == expected
             assert len([part for part in parts if part]) > 1
-            (plain,) = post(address, "/v1/completions", {**common, "prompt": text})
+            plain = json.loads(post(f"{address}/v1/completions", {**common, "prompt": text}))
             written = continue_by_hand(model, tokenizer(text)["input_ids"])
             assert plain["choices"][0]["text"] == tokenizer.decode(written, skip_special_tokens=True)
 
@@ -265,13 +220,12 @@ def test_chat_talks_to_the_server(folder_of, tmp_path):
     expected = tokenizer.decode(answers[text], skip_special_tokens=True)
     assert len(set(expected.split())) > 2
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    with serving(folder, tmp_path / "log") as address:
+    environment |= {"COLUMNS": "400", "NO_COLOR": "1"}
+    with serve(folder, tmp_path) as address:
         command = [sys.executable, "-c", "from transformers.cli.transformers import app; app()", "chat"]
-        command += [str(folder), address, "do_sample=False", f"max_new_tokens={NEW}"]
-        run = subprocess.run(
-            # the first !exit answers "Continue generating?", if it asks
-            command, cwd=tmp_path, env={**environment, "COLUMNS": "400", "NO_COLOR": "1"},
-            input=f"{text}\n!exit\n!exit\n", capture_output=True, text=True, check=False, timeout=240,
-        )  # fmt: skip
+        command += [str(folder), address, "do_sample=False", f"max_new_tokens={WRITTEN}"]
+        said = f"{text}\n!exit\n!exit\n"  # the first !exit answers "Continue generating?", if it asks
+        options = {"input": said, "capture_output": True, "text": True, "timeout": 240}
+        run = subprocess.run(command, cwd=tmp_path, env=environment, check=False, **options)
     assert run.returncode == 0, run.stderr[-3000:]
     assert " ".join(expected.split()) in re.sub(r"\s+", " ", run.stdout), run.stdout[-3000:]
