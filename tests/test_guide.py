@@ -3,10 +3,12 @@
 import os
 import re
 import shutil
-import socket
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from conftest import tiny_config
+from ecosystem.servers import free_port
 from hub_client import ONLY_LFS, api_of
 from hub_fixtures import TOKENS, client_env
 from huggingface_hub import CommitOperationAdd
@@ -61,9 +64,9 @@ def assert_shown(shown: str, printed: str) -> None:
         rest = rest[found.end() :]
 
 
-def run_block(language: str, code: str, folder: Path, env: dict[str, str]) -> str:
-    """Runs a block in a process of its own; returns what it printed."""
-    done = subprocess.run(
+def run_block(language: str, code: str, folder: Path, env: dict[str, str], seconds: float = 600) -> str:
+    """Runs a block in a process of its own; returns what it printed, and leaves nothing running."""
+    with subprocess.Popen(
         [*RUN[language], code],
         cwd=folder,
         env=env,
@@ -71,10 +74,15 @@ def run_block(language: str, code: str, folder: Path, env: dict[str, str]) -> st
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, f"{code}\n{done.stdout[-5000:]}"
-    return done.stdout
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, f"{code}\n{printed[-5000:]}"
+    return printed
 
 
 def run_page(
@@ -116,12 +124,6 @@ def env(project, tmp_path) -> dict[str, str]:
     return env | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TRACKIO_DIR": str(tmp_path / "logs")}
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 def write_slurm(folder: Path) -> None:
     """Writes the stand-ins for Slurm's commands; the job's number is such that its port is free."""
     folder.mkdir()
@@ -129,6 +131,21 @@ def write_slurm(folder: Path) -> None:
     for name, text in SLURM.items():
         (folder / name).write_text("#!/bin/bash\n" + text.replace("{port}", str(job)) + "\n")
         (folder / name).chmod(0o755)
+
+
+def test_a_block_that_takes_too_long_leaves_nothing_running(tmp_path):
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_block("bash", "(sleep 3; touch late) & sleep 30", tmp_path, dict(os.environ), seconds=1)
+    time.sleep(3)
+    assert not (tmp_path / "late").exists()
+
+
+def test_a_server_that_does_not_start_is_not_waited_for(tmp_path):
+    (block,) = [code for _, code in blocks(GUIDE / "tools.md") if "until curl" in code]
+    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PORT": str(free_port())}
+    with pytest.raises(AssertionError, match="until curl"):
+        run_block("bash", block.replace("app()", "+"), tmp_path, env, seconds=30)
+    assert "SyntaxError" in (tmp_path / "serve.log").read_text()
 
 
 def test_every_page_is_in_the_list_and_runs_here():
