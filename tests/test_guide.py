@@ -170,7 +170,15 @@ def test_links_of_the_guide_lead_somewhere():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["own-data", "fine-tune", "from-the-tutorial"])
+def test_the_page_of_own_data_translates_what_it_has_not_seen(project, env):
+    run_page("own-data", project, env)
+    wanted, found = ((project / name).read_text("utf-8").split() for name in ("test.de", "answers.de"))
+    assert len(wanted) == len(found) == 58
+    assert sum(map(str.__eq__, wanted, found)) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["fine-tune", "from-the-tutorial"])
 def test_a_page_runs_from_top_to_bottom(page, project, env):
     for module in ("peft", "trl") if page == "fine-tune" else ():
         pytest.importorskip(module, reason='runs after pip install "hf_transformer_block[ecosystem]"')
