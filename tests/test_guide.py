@@ -245,6 +245,8 @@ def test_a_pinned_model_loads_whatever_becomes_of_its_branch(my_name, hub, proje
     TransformerBlockForCausalLM(tiny_config(vocab_size=len(tokenizer), eos_token_id=None)).save_pretrained(
         folder
     )
+    (folder / "extra").mkdir()
+    (folder / "extra" / "evil.py").write_text("raise RuntimeError('nobody has read this')\n")
     api.create_repo("my-name/writer")
     api.upload_folder(repo_id="my-name/writer", folder_path=folder)
     api.create_tag("my-name/writer", tag="v1")
