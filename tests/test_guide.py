@@ -36,13 +36,13 @@ ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
-# stand-ins for Slurm: a job of two nodes, both of which are this machine
+# stand-ins for Slurm: a job of two nodes without GPUs, both of which are this machine
 SLURM = {
     "sbatch": 'SLURM_JOB_ID={port} SLURM_JOB_NODELIST="here[1-2]" SLURM_NNODES=2 exec bash "$1"',
     "scontrol": '[ "$*" = "show hostnames here[1-2]" ] && printf "127.0.0.1\\n127.0.0.1\\n"',
     "srun": """while [[ $1 == --* ]]; do shift; done
-SLURM_NODEID=0 SLURM_GPUS_ON_NODE=1 "$@" & first=$!
-SLURM_NODEID=1 SLURM_GPUS_ON_NODE=1 "$@"
+SLURM_NODEID=0 "$@" & first=$!
+SLURM_NODEID=1 "$@"
 wait "$first\"""",
 }
 
@@ -203,6 +203,7 @@ def test_a_changed_block_trains_loads_and_is_refused_by_the_original(project, en
 @pytest.mark.slow
 def test_two_processes_two_machines_and_a_slurm_job(project, env, tmp_path):
     write_slurm(tmp_path / "slurm")
+    del env["ACCELERATE_USE_CPU"]  # which the commands say themselves
     env |= {"PATH": f"{tmp_path / 'slurm'}{os.pathsep}{env['PATH']}", "PORT": str(free_port())}
     run_page("several-gpus", project, env)
     two, slurm = (load_file(project / "runs" / name / "model.safetensors") for name in ("two", "slurm"))
