@@ -279,6 +279,12 @@ def test_the_chinese_readme_has_the_blocks_of_the_english_one():
         for t in (english, chinese)
     ]
     assert named[0] <= named[1]
+    numbers = [
+        [sorted(re.findall(r"\d+(?:[.,]\d+)*", part)) for part in re.split("^## ", text, flags=re.MULTILINE)]
+        for text in (english, chinese.replace(own, ""))
+    ]
+    assert sum(map(len, numbers[0])) > 100
+    assert numbers[1] == numbers[0]
 
 
 def test_the_chinese_table_of_parts_is_the_one_that_converts():
