@@ -119,7 +119,7 @@ def test_a_space_comes_back_from_the_hub_and_translates(hub, translator, tmp_pat
         client = Client(url, verbose=False)
         expected = pipeline("translation", str(translator), trust_remote_code=True)(list(TEXTS))
         for text, translation in zip(TEXTS, expected, strict=True):
-            shown, picture = client.submit(text, api_name="/answer").outputs()[-1]
+            shown, _ = client.predict(text, api_name="/answer")
             assert shown == translation["translation_text"]
         assert expected[0] != expected[1]
 
