@@ -23,7 +23,14 @@ try:
     import numpy
     import torch
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer, pipeline
+    from transformers import (
+        BatchEncoding,
+        Pipeline,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        TextIteratorStreamer,
+        pipeline,
+    )
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[demo]"') from error
 
@@ -42,7 +49,7 @@ AT_ONCE = 4  # users whom the page serves at the same time; others wait
 class Reading:
     """What a model has read for a user, and, of an encoder-decoder, written: the picture shows it."""
 
-    inputs: dict[str, torch.Tensor]
+    inputs: BatchEncoding
     written: torch.Tensor | None = None
 
 
@@ -60,8 +67,13 @@ class Head:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model, self.tokenizer = model, tokenizer
 
-    def encode(self, *texts: str) -> dict[str, torch.Tensor]:
-        return plot_attention.encode(self.tokenizer, self.model.config, *texts, longest=LONGEST)
+    def encode(self, *texts: str) -> BatchEncoding:
+        inputs = plot_attention.encode(self.tokenizer, self.model.config, *texts, longest=LONGEST)
+        return inputs.to(self.model.device)
+
+    def pipeline(self, task: str, **options) -> Pipeline:
+        """Returns transformers' pipeline, which without `device` would choose one and move the model."""
+        return pipeline(task, model=self.model, tokenizer=self.tokenizer, device=self.model.device, **options)
 
     def output(self) -> gradio.components.Component:
         return gradio.Textbox(label="Answer", lines=3, interactive=False, elem_id="answer")
@@ -74,7 +86,7 @@ class Head:
 class Writer(Head):
     """A head that writes, whose text appears while it does."""
 
-    def write(self, inputs: dict[str, torch.Tensor], **options) -> Generator[str, None, torch.Tensor]:
+    def write(self, inputs: BatchEncoding, **options) -> Generator[str, None, torch.Tensor]:
         """Yields the text so far, at last as `decode` gives the whole; returns the ids."""
         is_decoder = not self.model.config.is_encoder_decoder
         start = inputs["input_ids"].shape[1] if is_decoder else 0
@@ -86,7 +98,7 @@ class Writer(Head):
         return ids
 
     def stream(
-        self, inputs: dict[str, torch.Tensor], is_decoder: bool, options: dict[str, Any]
+        self, inputs: BatchEncoding, is_decoder: bool, options: dict[str, Any]
     ) -> Generator[str, None, torch.Tensor]:
         """Generates in a thread, and yields the text that it has so far."""
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=is_decoder, skip_special_tokens=True)
@@ -160,7 +172,7 @@ class Filler(Head):
                 "the tokenizer has no mask token, so that no gap can be written: save one with it"
             )
         self.hint = f"Write `{tokenizer.mask_token}` where a word is missing."
-        self.fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=CANDIDATES)
+        self.fill = self.pipeline("fill-mask", top_k=CANDIDATES)
 
     def output(self) -> gradio.components.Component:
         return gradio.Label(label="What may stand there", elem_id="answer")
@@ -184,7 +196,7 @@ class Classifier(Head):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         super().__init__(model, tokenizer)
-        self.classify = pipeline("text-classification", model=model, tokenizer=tokenizer, top_k=None)
+        self.classify = self.pipeline("text-classification", top_k=None)
 
     def output(self) -> gradio.components.Component:
         return gradio.Label(label="Label", num_top_classes=10, elem_id="answer")
@@ -200,8 +212,7 @@ class Tagger(Head):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         super().__init__(model, tokenizer)
-        options = {"model": model, "tokenizer": tokenizer, "aggregation_strategy": "simple"}
-        self.tag = pipeline("token-classification", **options)
+        self.tag = self.pipeline("token-classification", aggregation_strategy="simple")
 
     def output(self) -> gradio.components.Component:
         return gradio.HighlightedText(label="Marked text", show_legend=True, elem_id="answer")
@@ -220,10 +231,10 @@ class Answerer(Head):
     fields = ("Question", "Text")
 
     @torch.no_grad()
-    def find(self, inputs: dict[str, torch.Tensor], is_context: torch.Tensor) -> tuple[int, int]:
+    def find(self, inputs: BatchEncoding, is_context: torch.Tensor) -> tuple[int, int]:
         """Returns the first and the last token of the likeliest answer inside the context."""
         outputs = self.model(**inputs)
-        outside = torch.where(is_context, 0.0, -torch.inf)
+        outside = torch.where(is_context, 0.0, -torch.inf).to(self.model.device)
         # (1, L) -> (L,); scores[i, j] is of the answer from i to j
         starts, ends = outputs.start_logits[0] + outside, outputs.end_logits[0] + outside
         scores = (starts[:, None] + ends[None, :]).float()

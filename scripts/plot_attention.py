@@ -22,7 +22,7 @@ try:
     from matplotlib import font_manager
     from matplotlib.figure import Figure
     from matplotlib.ft2font import FT2Font
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "hf_transformer_block[train]"') from error
 
@@ -100,10 +100,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """Returns a folder's model with its own head, ready to use; raises ValueError if it does not load."""
+    """Returns a folder's model with its head, on the accelerator if there is one; raises ValueError."""
     auto_class = getattr(transformers, find_auto_class(config))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     try:
-        return auto_class.from_pretrained(folder, trust_remote_code=True).eval()
+        return auto_class.from_pretrained(folder, trust_remote_code=True).eval().to(device)
     except Exception as error:  # missing or broken weights, or whatever the folder's code raises
         raise ValueError(
             f"the model of {folder} cannot be loaded ({one_line(error)}): save it again"
@@ -118,7 +119,7 @@ def longest_input(config: PreTrainedConfig) -> int | None:
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, *texts: str, longest: int | None = None
-) -> dict[str, torch.Tensor]:
+) -> BatchEncoding:
     """
     Returns the ids and the mask (1, S) of a text, or of a pair of them.
 
@@ -136,7 +137,7 @@ def encode(
         shown = texts[-1][:40]
         raise ValueError(f"the text {shown!r}... has {len(ids)} tokens, more than {min(limits)}: shorten it")
     ids = torch.tensor([ids])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 def check_choice(config: PreTrainedConfig, kind: str | None, layer: int, head: int | None) -> str:
@@ -169,7 +170,7 @@ def length_options(model: PreTrainedModel) -> dict[str, int]:
     return {"max_new_tokens": min(MAX_NEW_TOKENS, model.config.max_position_embeddings)}
 
 
-def write(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def write(model: PreTrainedModel, inputs: BatchEncoding) -> torch.Tensor:
     """Returns what an encoder-decoder writes (1, L + 1); raises ValueError if it cannot."""
     if not model.can_generate():
         raise ValueError(f"{type(model).__name__} has no head that writes: save the model with one")
@@ -178,7 +179,7 @@ def write(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tens
 
 @torch.no_grad()
 def probabilities(
-    model: PreTrainedModel, kind: str, inputs: dict[str, torch.Tensor], written: torch.Tensor | None
+    model: PreTrainedModel, kind: str, inputs: BatchEncoding, written: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     """Returns the probabilities (H, L, S) of every layer, as the eager attention computes them."""
     decoder_inputs = {} if written is None else {"decoder_input_ids": written[:, :-1], "use_cache": False}
@@ -200,7 +201,7 @@ def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> list[s
 def read_attention(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    inputs: dict[str, torch.Tensor],
+    inputs: BatchEncoding,
     written: torch.Tensor | None = None,
     *,
     kind: str | None = None,
@@ -298,6 +299,7 @@ def plot(arguments: argparse.Namespace) -> Attention:
     tokenizer = load_tokenizer(arguments.folder)
     inputs = encode(tokenizer, config, arguments.text, longest=LARGEST)
     model = load_model(arguments.folder, config)
+    inputs = inputs.to(model.device)
     written = write(model, inputs) if config.is_encoder_decoder else None
     attention = read_attention(model, tokenizer, inputs, written, **choice)
     draw(attention).savefig(output_file, format="png", dpi=120)

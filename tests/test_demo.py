@@ -280,6 +280,22 @@ def test_beams_are_shown_when_they_end(demo, tmp_path):
     assert shown == ready("translation", folder)(TEXTS[0], num_beams=3)[0]["translation_text"]
 
 
+@pytest.mark.parametrize(
+    ("head", "work"),
+    [
+        (TransformerBlockForMaskedLM, "fill"),
+        (TransformerBlockForSequenceClassification, "classify"),
+        (TransformerBlockForTokenClassification, "tag"),
+    ],
+)
+def test_pipelines_and_inputs_are_where_the_model_is(demo, tmp_path, monkeypatch, head, work):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    loaded = demo.load_head(save(tmp_path / "saved", head, "encoder"))
+    assert loaded.model.device.type == getattr(loaded, work).device.type == "meta"
+    assert {tensor.device.type for tensor in loaded.encode(TEXTS[0]).values()} == {"meta"}
+
+
 def test_a_folder_without_a_head_or_model_gets_a_line(tmp_path):
     TransformerBlockModel(writer(TransformerBlockModel, "encoder", "vaswani").config).save_pretrained(
         tmp_path / "bare"

@@ -176,6 +176,24 @@ def test_rotary_positions_end_where_a_picture_does(plot_attention, tmp_path, mon
         plot_attention.plot(arguments_of(plot_attention, monkeypatch, *words))
 
 
+def test_the_model_reads_on_the_accelerator(plot_attention, tmp_path, monkeypatch):
+    save(tmp_path / "saved")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    places = []
+
+    def write(model, inputs):
+        places.extend([model.device.type, *(tensor.device.type for tensor in inputs.values())])
+        raise ValueError("no numbers on meta")
+
+    monkeypatch.setattr(plot_attention, "write", write)
+    words = [tmp_path / "saved", TEXT, "--output_file", tmp_path / "a.png"]
+    arguments = arguments_of(plot_attention, monkeypatch, *words)
+    with pytest.raises(ValueError, match="no numbers on meta"):
+        plot_attention.plot(arguments)
+    assert places == ["meta"] * 3
+
+
 def break_nothing(folder: Path) -> None:
     (folder / "config.json").unlink()
 
