@@ -45,7 +45,7 @@ CANDIDATES = 5  # for a gap
 AT_ONCE = 4  # users whom the page serves at the same time; others wait
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the page draws another one, which gradio knows by its hash
 class Reading:
     """What a model has read for a user, and, of an encoder-decoder, written: the picture shows it."""
 
@@ -336,10 +336,16 @@ def build_page(head: Head) -> gradio.Blocks:
         look = {"format": "png", "interactive": False, "buttons": ["download", "fullscreen"]}
         image = gradio.Image(label="Attention", elem_id="attention", **look)
         starts = [button.click, *(text.submit for text in texts)]
-        asked = gradio.on(starts, told(head.answer), texts, [output, reading, image], api_name="answer")
-        drawing = {"fn": show, "inputs": [reading, layer, which], "outputs": image}
-        asked.success(**drawing, api_name="attention")
-        gradio.on([layer.change, which.change], **drawing, api_name=False)
+        drawing = gradio.on(
+            [reading.change, layer.change, which.change],
+            show,
+            [reading, layer, which],
+            image,
+            api_name=False,
+        )
+        # no picture of an older text; it stands first, for a page begins what follows when an answer ends
+        gradio.on(starts, fn=None, cancels=drawing)
+        gradio.on(starts, told(head.answer), texts, [output, reading, image], api_name="answer")
     return page.queue(default_concurrency_limit=AT_ONCE)
 
 

@@ -5,6 +5,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from conftest import load_script
 pytest.importorskip("gradio", reason='runs after pip install "hf_transformer_block[ecosystem]"')
 pytest.importorskip("selenium", reason='runs after pip install "hf_transformer_block[ecosystem]"')
 
-from page_reader import PageReader, start_browser
+from page_reader import PATIENCE, PageReader, start_browser
 from tiny import writer
 from transformers import AutoModelForMaskedLM, AutoModelForQuestionAnswering, AutoTokenizer, pipeline
 
@@ -146,6 +148,40 @@ def test_two_users_at_once_get_their_own_answers(demo, opened, tmp_path):
         pictures.append(page.image()[1])
         assert np.array_equal(pictures[-1], demo.picture(head, reading, 1, None))
     assert pages[0].written() != pages[1].written()
+
+
+@NEEDS_BROWSER
+@pytest.mark.slow
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_no_picture_of_an_older_text_is_shown(demo, opened, tmp_path, monkeypatch, is_chosen):
+    """One is asked again while the picture is drawn, the first or that of another layer."""
+    (page,) = opened(save(tmp_path / "saved", TransformerBlockForConditionalGeneration, "encoder-decoder"))
+    begun, go_on, ended, draw = (*(threading.Event() for _ in range(3)), demo.picture)
+
+    def slow(*arguments):
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        drawn = draw(*arguments)
+        ended.set()
+        return drawn
+
+    if not is_chosen:
+        monkeypatch.setattr(demo, "picture", slow)
+    page.ask(text=TEXTS[0])
+    if is_chosen:
+        page.image()
+        monkeypatch.setattr(demo, "picture", slow)
+        page.choose("layer", "0")
+    assert begun.wait(PATIENCE)
+    page.ask(text="")
+    page.toast()
+    go_on.set()
+    assert ended.wait(PATIENCE)
+    time.sleep(3)  # in which it would come
+    assert page.written() == ""
+    assert not page.find_all("#attention img")
+    page.ask(text=TEXTS[1])
+    page.image()
 
 
 @NEEDS_BROWSER
