@@ -68,7 +68,8 @@ class Head:
         self.model, self.tokenizer = model, tokenizer
 
     def encode(self, *texts: str) -> BatchEncoding:
-        inputs = plot_attention.encode(self.tokenizer, self.model.config, *texts, longest=LONGEST)
+        named = {field.lower(): text for field, text in zip(self.fields, texts, strict=True)}
+        inputs = plot_attention.encode(self.tokenizer, self.model.config, named, LONGEST)
         return inputs.to(self.model.device)
 
     def pipeline(self, task: str, **options) -> Pipeline:
@@ -246,8 +247,6 @@ class Answerer(Head):
         inputs = self.encode(question, text)
         encoded = self.tokenizer(question, text, return_offsets_mapping=True, verbose=False)
         is_context = torch.tensor([side == 1 for side in encoded.sequence_ids(0)])
-        if not is_context.any():
-            raise ValueError("the text is empty: write something")
         first, last = self.find(inputs, is_context)
         offsets = encoded["offset_mapping"]
         yield text[offsets[first][0] : offsets[last][1]].strip(), Reading(inputs)

@@ -118,24 +118,35 @@ def longest_input(config: PreTrainedConfig) -> int | None:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, *texts: str, longest: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    texts: dict[str, str],
+    longest: int | None = None,
 ) -> BatchEncoding:
     """
     Returns the ids and the mask (1, S) of a text, or of a pair of them.
 
     Args:
+        texts: by the names that messages give them.
         longest: tokens that are taken if the model has positions for as many.
 
     Raises:
-        ValueError: a text is empty or too long.
+        ValueError: a text is empty, or they are too long.
     """
-    ids = tokenizer(*texts, verbose=False)["input_ids"] if all(text.strip() for text in texts) else []
-    if not ids:
-        raise ValueError("the text is empty: write something")
+    lengths = {
+        name: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if text.strip()
+        else 0
+        for name, text in texts.items()
+    }
+    if empty := [name for name, length in lengths.items() if not length]:
+        raise ValueError(f"the {empty[0]} is empty: write something")
+    ids = tokenizer(*texts.values(), verbose=False)["input_ids"]
     limits = [limit for limit in (longest_input(config), longest) if limit is not None]
     if limits and len(ids) > min(limits):
-        shown = texts[-1][:40]
-        raise ValueError(f"the text {shown!r}... has {len(ids)} tokens, more than {min(limits)}: shorten it")
+        name = max(lengths, key=lengths.__getitem__)
+        shown = texts[name][:40]
+        raise ValueError(f"{len(ids)} tokens are more than {min(limits)}: shorten the {name} {shown!r}...")
     ids = torch.tensor([ids])
     return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
@@ -297,7 +308,7 @@ def plot(arguments: argparse.Namespace) -> Attention:
     choice: dict[str, Any] = {"layer": arguments.layer, "head": arguments.head}
     choice["kind"] = check_choice(config, arguments.kind, **choice)
     tokenizer = load_tokenizer(arguments.folder)
-    inputs = encode(tokenizer, config, arguments.text, longest=LARGEST)
+    inputs = encode(tokenizer, config, {"text": arguments.text}, LARGEST)
     model = load_model(arguments.folder, config)
     inputs = inputs.to(model.device)
     written = write(model, inputs) if config.is_encoder_decoder else None

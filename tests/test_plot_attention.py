@@ -146,7 +146,7 @@ def test_parts_of_characters_are_named_as_they_are_stored(plot_attention):
     ("text", "flags", "message"),
     [
         (" \n", [], "the text is empty: write something"),
-        ("w5 " * 65, [], "has 65 tokens, more than 64: shorten it"),
+        ("w5 " * 65, [], "65 tokens are more than 64: shorten the text 'w5 w5"),
         (TEXT, ["--layer", "2"], "--layer 2: there are 2 layers: give 0 to 1, or -1 for the last"),
         (TEXT, ["--layer", "-3"], "--layer -3: there are 2 layers"),
         (TEXT, ["--head", "4"], "--head 4: there are 4 heads: give 0 to 3, or none for their mean"),
@@ -167,12 +167,26 @@ def test_bad_input_is_told_before_the_weights_are_read(
     assert not (tmp_path / "a.png").exists()
 
 
+@pytest.mark.parametrize(
+    ("question", "text", "message"),
+    [
+        ("", "w5", "the question is empty: write something"),
+        ("w5", " ", "the text is empty: write something"),
+        ("w6 " * 60, "w5 " * 9, "69 tokens are more than 64: shorten the question 'w6 w6"),
+        ("w6 " * 9, "w5 " * 60, "69 tokens are more than 64: shorten the text 'w5 w5"),
+    ],
+)
+def test_the_field_of_a_pair_that_does_not_do_is_named(plot_attention, question, text, message):
+    with pytest.raises(ValueError, match=message):
+        plot_attention.encode(tiny_tokenizer(), tiny_config("encoder"), {"question": question, "text": text})
+
+
 def test_rotary_positions_end_where_a_picture_does(plot_attention, tmp_path, monkeypatch):
     save(tmp_path / "saved", TransformerBlockForMaskedLM, "encoder", position_embedding="rotary")
     words = [tmp_path / "saved", "w5 " * 65, "--output_file", tmp_path / "a.png"]
     assert len(plot_attention.plot(arguments_of(plot_attention, monkeypatch, *words)).rows) == 65
     words[1] = "w5 " * 513
-    with pytest.raises(ValueError, match="has 513 tokens, more than 512: shorten it"):
+    with pytest.raises(ValueError, match="513 tokens are more than 512: shorten the text"):
         plot_attention.plot(arguments_of(plot_attention, monkeypatch, *words))
 
 
