@@ -12,7 +12,7 @@ import functools
 import html
 import threading
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ LONGEST = 2048  # tokens of a text, also where the model itself has no limit
 NEW_TOKENS = 64  # where the generation config of the folder does not say how many
 LONGEST_ANSWER = 30  # tokens, as transformers' question answering had it
 CANDIDATES = 5  # for a gap
+BEAT = 0.5  # seconds, in which a user who has gone is noticed where no text appears
 AT_ONCE = 4  # users whom the page serves at the same time; others wait
 
 
@@ -84,46 +85,43 @@ class Head:
         raise NotImplementedError
 
 
+def beats(future: Future) -> Iterator[str]:
+    """Yields nothing new, again and again until it is done: an answer can be ended only where it yields."""
+    while not wait([future], timeout=BEAT).done:
+        yield ""
+
+
 class Writer(Head):
-    """A head that writes, whose text appears while it does."""
+    """A head that writes: its text appears meanwhile; with beams, whose best is known last, at the end."""
 
-    def write(self, inputs: BatchEncoding, **options) -> Generator[str, None, torch.Tensor]:
-        """Yields the text so far, at last as `decode` gives the whole; returns the ids."""
+    def write(self, inputs: BatchEncoding, **options) -> Generator[tuple[str, None], None, torch.Tensor]:
+        """Generates in a thread; yields the text so far, as parts of an answer, and returns the ids."""
         is_decoder = not self.model.config.is_encoder_decoder
-        start = inputs["input_ids"].shape[1] if is_decoder else 0
-        if (self.model.generation_config.num_beams or 1) > 1:  # beams are not known before they end
-            ids = self.model.generate(**inputs, **options)[:1]
-        else:
-            ids = yield from self.stream(inputs, is_decoder, options)
-        yield self.tokenizer.decode(ids[0, start:], skip_special_tokens=True)
-        return ids
-
-    def stream(
-        self, inputs: BatchEncoding, is_decoder: bool, options: dict[str, Any]
-    ) -> Generator[str, None, torch.Tensor]:
-        """Generates in a thread, and yields the text that it has so far."""
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=is_decoder, skip_special_tokens=True)
+        has_beams = (self.model.generation_config.num_beams or 1) > 1
+        read = {"skip_prompt": is_decoder, "skip_special_tokens": True}
+        streamer = None if has_beams else TextIteratorStreamer(self.tokenizer, **read)
         is_gone = threading.Event()
 
+        def stop(ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+            return torch.full((len(ids),), is_gone.is_set(), device=ids.device)
+
         def generate() -> torch.Tensor:
-            stop = [
-                lambda ids, scores, **kwargs: torch.full((len(ids),), is_gone.is_set(), device=ids.device)
-            ]
             try:
-                return self.model.generate(**inputs, **options, streamer=streamer, stopping_criteria=stop)
+                return self.model.generate(**inputs, **options, streamer=streamer, stopping_criteria=[stop])
             finally:
-                streamer.end()  # also where it fails: else the page would wait for ever
+                if streamer:
+                    streamer.end()  # also where it fails: else the page would wait for ever
 
         text = ""
         with ThreadPoolExecutor(1) as thread:
             future = thread.submit(generate)
             try:
-                for piece in streamer:
+                for piece in streamer or beats(future):
                     text += piece
-                    yield text
+                    yield text, None
             finally:
                 is_gone.set()  # a user who leaves ends the generation
-            return future.result()
+            return future.result()[:1]
 
 
 class Translator(Writer):
@@ -131,8 +129,7 @@ class Translator(Writer):
 
     def answer(self, text: str) -> Answer:
         inputs = self.encode(text)
-        writing = self.write(inputs, **plot_attention.length_options(self.model))
-        ids = yield from with_nothing_read(writing)
+        ids = yield from self.write(inputs, **plot_attention.length_options(self.model))
         yield self.tokenizer.decode(ids[0], skip_special_tokens=True), Reading(inputs, ids)
 
 
@@ -150,17 +147,8 @@ class Continuer(Writer):
             raise ValueError(
                 f"the text has {length} tokens, after which there is no room to write on: shorten it"
             )
-        ids = yield from with_nothing_read(self.write(inputs, max_new_tokens=room))
+        ids = yield from self.write(inputs, max_new_tokens=room)
         yield self.tokenizer.decode(ids[0, length:], skip_special_tokens=True), Reading(inputs)
-
-
-def with_nothing_read(writing: Generator[str, None, torch.Tensor]) -> Generator[tuple, None, torch.Tensor]:
-    """Passes on what a `Writer` writes, as parts of an answer, and returns its ids."""
-    while True:
-        try:
-            yield next(writing), None
-        except StopIteration as end:
-            return end.value
 
 
 class Filler(Head):

@@ -152,6 +152,33 @@ def test_two_users_at_once_get_their_own_answers(demo, opened, tmp_path):
 
 @NEEDS_BROWSER
 @pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
+def test_who_closes_the_page_ends_the_generation(demo, browser, opened, tmp_path, monkeypatch, beams):
+    folder = save(tmp_path / "saved", TransformerBlockForCausalLM, "decoder", 50)
+    head = demo.load_head(folder)
+    head.model.generation_config.num_beams = beams
+    steps, forward = [], head.model.forward
+
+    def slow(*args, **kwargs):
+        steps.append(1)
+        time.sleep(1)
+        return forward(*args, **kwargs)
+
+    head.model.forward = slow
+    monkeypatch.setattr(demo, "load_head", lambda folder: head)
+    (page,) = opened(folder)
+    page.ask(text=TEXTS[0])
+    page.wait(lambda: len(steps) > 2)
+    other = next(tab for tab in browser.window_handles if tab != page.tab)
+    browser.close()
+    browser.switch_to.window(other)
+    begun = len(steps)
+    time.sleep(8)
+    assert len(steps) <= begun + 3
+
+
+@NEEDS_BROWSER
+@pytest.mark.slow
 @pytest.mark.parametrize("is_chosen", [False, True])
 def test_no_picture_of_an_older_text_is_shown(demo, opened, tmp_path, monkeypatch, is_chosen):
     """One is asked again while the picture is drawn, the first or that of another layer."""
@@ -298,15 +325,23 @@ def test_the_texts_of_two_users_grow_side_by_side(demo, tmp_path):
         assert reading is not None
 
 
-def test_a_user_who_leaves_ends_the_generation(demo, tmp_path):
-    folder = save(tmp_path / "saved", TransformerBlockForCausalLM, "decoder", 40)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_user_who_leaves_ends_the_generation(demo, tmp_path, beams):
+    folder = save(tmp_path / "saved", TransformerBlockForCausalLM, "decoder", 50)
     head = demo.load_head(folder)
+    head.model.generation_config.num_beams = beams
     steps, forward = [], head.model.forward
-    head.model.forward = lambda *args, **kwargs: (steps.append(1), forward(*args, **kwargs))[1]
+
+    def slow(*args, **kwargs):
+        steps.append(1)
+        time.sleep(0.05)
+        return forward(*args, **kwargs)
+
+    head.model.forward = slow
     answer = head.answer(TEXTS[0])
-    next(answer)
+    assert next(answer)[1] is None  # it still writes
     answer.close()
-    assert 0 < len(steps) < 35
+    assert 0 < len(steps) < 40
 
 
 def test_beams_are_shown_when_they_end(demo, tmp_path):
