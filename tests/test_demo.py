@@ -1,5 +1,6 @@
 """Tests of scripts/demo.py: the page of every head in a real headless Chromium."""
 
+import itertools
 import re
 import shlex
 import shutil
@@ -135,12 +136,22 @@ def test_a_translation_its_picture_and_what_cannot_be_translated(demo, opened, t
 
 @NEEDS_BROWSER
 @pytest.mark.slow
-def test_two_users_at_once_get_their_own_answers(demo, opened, tmp_path):
-    folder = save(tmp_path / "saved", TransformerBlockForConditionalGeneration, "encoder-decoder", 60)
+def test_two_users_at_once_get_their_own_answers(demo, opened, tmp_path, monkeypatch):
+    folder = save(tmp_path / "saved", TransformerBlockForConditionalGeneration, "encoder-decoder")
+    head, both, calls = demo.load_head(folder), threading.Barrier(2), itertools.count()
+    forward = head.model.forward
+
+    def meet(*args, **kwargs):
+        if next(calls) < 2:  # the first waits for the second, which can only be the other user's
+            both.wait(PATIENCE)
+        return forward(*args, **kwargs)
+
+    head.model.forward = meet
+    monkeypatch.setattr(demo, "load_head", lambda folder: head)
     pages = opened(folder, users=2)
     for page, text in zip(pages, TEXTS, strict=False):
         page.ask(text=text)
-    translate, pictures, head = ready("translation", folder), [], demo.load_head(folder)
+    translate, pictures = ready("translation", folder), []
     for page, text in zip(pages, TEXTS, strict=False):
         expected = translate(text)[0]["translation_text"]
         page.wait(lambda page=page, expected=expected: page.written() == expected)
