@@ -40,8 +40,9 @@ def space_card(title: str, model_card: str, model_id: str | None) -> str:
         "sdk_version": pinned()["gradio"],
         "python_version": f"{sys.version_info.major}.{sys.version_info.minor}",
         "app_file": APP_FILE,
-        "license": front_matter(model_card)["license"],
     }
+    license = front_matter(model_card).get("license")  # a card that was written by hand may have none
+    data |= {"license": license} if license else {}
     data |= {"models": [model_id]} if model_id else {}
     text = "A page for the model in the folder `model`, whose `README.md` says what it is."
     return f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n\n# {title}\n\n{text}\n"

@@ -144,6 +144,15 @@ def test_a_space_says_what_it_needs(translator, pushes, hub):
 
 
 @ONLY_LFS
+def test_a_space_shows_the_card_that_somebody_edited(translator, pushes, hub):
+    """One without a licence, which the Space then has not either."""
+    (translator / "README.md").write_text("---\nlibrary_name: transformers\n---\nMine.\n", encoding="utf-8")
+    error, out = pushes(translator, "--space", SPACE, "--dry-run")
+    assert error is None, error
+    assert "license" not in yaml.safe_load(out[out.index("---\n") :].split("---\n")[1])
+
+
+@ONLY_LFS
 def test_pushed_again_a_space_changes_only_what_differs(translator, pushes, hub):
     error, out = pushes(translator, "--space", SPACE, "--private")
     assert error is None, error
