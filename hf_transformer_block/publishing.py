@@ -25,7 +25,8 @@ def list_files(staged: Staged) -> str:
     card = front_matter((staged.folder / "README.md").read_text(encoding="utf-8"))
     if staged.is_edited:
         how = "goes as it is: delete it to have it written anew"
-        lines.append(f"README.md differs from what the records give and {how}")
+        name = (Path(staged.inside) / "README.md").as_posix()
+        lines.append(f"{name} differs from what the records give and {how}")
     lines.append(f"licence: {card.get('license')} (--license gives another)")
     return "\n".join(lines)
 

@@ -90,4 +90,4 @@ def staged_space(
         (target / "README.md").write_text(card, encoding="utf-8")
         files = sorted(file for file in target.rglob("*") if file.is_file())
         sizes = {file.relative_to(target).as_posix(): file.stat().st_size for file in files}
-        yield Staged(target, sizes, model.left_out, inside=INSIDE)
+        yield Staged(target, sizes, model.left_out, is_edited=model.is_edited, inside=INSIDE)

@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--language", nargs="+", help="ISO 639 codes, as in en de.")
     parser.add_argument("--datasets", nargs="+", help="Ids on the Hub that it was trained on.")
     parser.add_argument("--card-only", action="store_true", help="Push README.md, and no other file.")
-    parser.add_argument("--dry-run", action="store_true", help="Print files and card; touch no network.")
+    parser.add_argument("--dry-run", action="store_true", help="Print files and cards; touch no network.")
     arguments = parser.parse_args()
     if not (arguments.repo_id or arguments.space):
         parser.error("give the repository, as in my-name/en-de, or --space my-name/en-de-demo")
@@ -105,7 +105,8 @@ def main() -> None:
         with records.locked(folder), staged(arguments, place) as clean:
             print(list_files(clean))
             if arguments.dry_run:
-                print(f"\n{(clean.folder / 'README.md').read_text(encoding='utf-8')}")
+                for name in (name for name in clean.files if Path(name).name == "README.md"):
+                    print(f"\n{name}:\n\n{(clean.folder / name).read_text(encoding='utf-8')}")
             else:
                 publish(folder, clean, place, is_there, print)
     except (ValueError, OSError) as error:

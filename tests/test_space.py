@@ -149,6 +149,8 @@ def test_a_space_shows_the_card_that_somebody_edited(translator, pushes, hub):
     (translator / "README.md").write_text("---\nlibrary_name: transformers\n---\nMine.\n", encoding="utf-8")
     error, out = pushes(translator, "--space", SPACE, "--dry-run")
     assert error is None, error
+    assert "model/README.md differs from what the records give and goes as it is" in out
+    assert "\nmodel/README.md:\n\n---\nlibrary_name: transformers\n---\nMine.\n" in out
     assert "license" not in yaml.safe_load(out[out.index("---\n") :].split("---\n")[1])
 
 
