@@ -122,6 +122,11 @@ def making(what: str, repo_id: str) -> Iterator[None]:
         raise
 
 
+def full_name(repo_id: str, user: str) -> str:
+    """Returns the id of a repository, of which a bare name is the user's."""
+    return repo_id if "/" in repo_id else f"{user}/{repo_id}"
+
+
 def login(api: HfApi, place: Place) -> str:
     """Returns the full id of the repository, whose namespace the token may write to; raises ValueError."""
     if constants.HF_HUB_OFFLINE:
@@ -139,7 +144,7 @@ def login(api: HfApi, place: Place) -> str:
         raise ValueError(
             f"the token of {user['name']} may only read: `hf auth login` with one that may write"
         )
-    repo_id = place.repo_id if "/" in place.repo_id else f"{user['name']}/{place.repo_id}"
+    repo_id = full_name(place.repo_id, user["name"])
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -175,6 +180,18 @@ def check_access(api: HfApi, place: Place) -> tuple[Place, bool]:
             f"{place.repo_id} is there and public: make it private in its settings, or push elsewhere"
         )
     return place, True
+
+
+def find_model(api: HfApi, repo_id: str) -> str:
+    """Returns the full id of a model to which a Space is to link; raises ValueError if it is not there."""
+    with told(f"cannot read {repo_id}", "nothing was pushed: try again"):
+        repo_id = full_name(repo_id, api.whoami()["name"])
+        if api.repo_exists(repo_id):
+            return repo_id
+    raise ValueError(
+        f"{repo_id}, to which the Space would link, is not on the Hub, or is private: push it first, or "
+        "leave it out"
+    )
 
 
 def digests(file: Path) -> set[str]:

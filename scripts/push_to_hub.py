@@ -42,8 +42,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--space",
         metavar="NAME",
-        help="Push a Space with scripts/demo.py and the model to user/NAME; repo_id, if given, is the pushed "
-        "model that it links to.",
+        help="Push a Space with scripts/demo.py and the model to user/NAME; repo_id, if given, is the model "
+        "on the Hub that it links to.",
     )
     parser.add_argument("--private", action="store_true", help="Create it private.")
     parser.add_argument("--branch", default="main", help="Branch; created from main if missing.")
@@ -69,12 +69,14 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def staged(arguments: argparse.Namespace, place: hub.Place) -> AbstractContextManager[Staged]:
-    """Returns the context of a clean folder with what goes to a place."""
+def staged(
+    arguments: argparse.Namespace, place: hub.Place, model_id: str | None
+) -> AbstractContextManager[Staged]:
+    """Returns the context of a clean folder with what goes to a place; a Space links to the model."""
     options = {name: getattr(arguments, name) for name in ("license", "language", "datasets")}
     if place.is_space:
         scripts, title = ROOT / "scripts", place.repo_id.split("/")[-1]
-        options |= {"repo_id": arguments.repo_id}
+        options |= {"repo_id": model_id}
         return staged_space(arguments.folder, CARD, LICENSE, scripts, title, **options)
     # a pull request is for main, where it will be merged; its own name is not known yet
     branch = None if place.branch == "main" else place.branch
@@ -84,7 +86,7 @@ def staged(arguments: argparse.Namespace, place: hub.Place) -> AbstractContextMa
 
 def main() -> None:
     arguments = parse_arguments()
-    folder = arguments.folder
+    folder, model_id = arguments.folder, arguments.repo_id if arguments.space else None
     place = hub.Place(
         arguments.space or arguments.repo_id,
         arguments.branch,
@@ -96,13 +98,16 @@ def main() -> None:
     try:
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: give one that train.py or save_pretrained wrote")
+        if model_id:
+            hub.check_names(hub.Place(model_id))
         if arguments.dry_run:
             hub.check_names(place)
-            name = place.repo_id
-            place = replace(place, repo_id=name if "/" in name else f"your-name/{name}")
+            place = replace(place, repo_id=hub.full_name(place.repo_id, "your-name"))
+            model_id = model_id and hub.full_name(model_id, "your-name")
         else:
             place, is_there = hub.check_access(HfApi(), place)
-        with records.locked(folder), staged(arguments, place) as clean:
+            model_id = model_id and hub.find_model(HfApi(), model_id)
+        with records.locked(folder), staged(arguments, place, model_id) as clean:
             print(list_files(clean))
             if arguments.dry_run:
                 for name in (name for name in clean.files if Path(name).name == "README.md"):

@@ -98,7 +98,8 @@ def served(hub, folder: Path, home: Path):
 
 @pytest.mark.slow
 def test_a_space_comes_back_from_the_hub_and_translates(hub, translator, tmp_path):
-    done = start_python(hub, tmp_path, ROOT / "scripts/push_to_hub.py", translator, MODEL, "--space", SPACE)
+    api_of(hub).create_repo(MODEL)
+    done = start_python(hub, tmp_path, ROOT / "scripts/push_to_hub.py", translator, "small", "--space", SPACE)
     assert done.returncode == 0, done.stderr
     commit = commits(hub)[0]
     assert f"{hub.url}/spaces/{SPACE}: commit {commit} on main" in done.stdout
@@ -106,7 +107,7 @@ def test_a_space_comes_back_from_the_hub_and_translates(hub, translator, tmp_pat
     proof = "loads from its files without this package; largest difference of logits 0"
     assert f"back from the Hub, the model {proof}" in done.stdout
     assert len(commits(hub)) == 2
-    assert not api_of(hub).repo_exists(MODEL)  # to which the Space only links
+    assert api_of(hub).list_repo_files(MODEL) == [".gitattributes"]  # the Space only links to it
 
     snapshot = Path(snapshot_download(SPACE, repo_type="space", token="hf_alice"))
     assert snapshot.name == commit
@@ -115,6 +116,8 @@ def test_a_space_comes_back_from_the_hub_and_translates(hub, translator, tmp_pat
     assert found - {".gitattributes"} == OURS | {f"model/{name}" for name in in_the_model}
     for name in in_the_model - {"README.md"}:
         assert (snapshot / "model" / name).read_bytes() == (translator / name).read_bytes()
+    assert f"models:\n- {MODEL}\n" in (snapshot / "README.md").read_text(encoding="utf-8")
+    assert f'model_id = "{MODEL}"' in (snapshot / "model/README.md").read_text(encoding="utf-8")
     with served(hub, snapshot, tmp_path / "home-space") as url:
         client = Client(url, verbose=False)
         expected = pipeline("translation", str(translator), trust_remote_code=True)(list(TEXTS))
@@ -141,6 +144,34 @@ def test_a_space_says_what_it_needs(translator, pushes, hub):
     }
     error, out = pushes(translator, MODEL, "--space", SPACE, "--dry-run")
     assert yaml.safe_load(out[out.index("---\n") :].split("---\n")[1])["models"] == [MODEL]
+
+
+@ONLY_LFS
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "small",
+            "alice/small, to which the Space would link, is not on the Hub, or is private: push it first",
+        ),
+        ("bob/small", "bob/small, to which the Space would link, is not on the Hub"),
+        (
+            "https://huggingface.co/alice/small",
+            "is an address: give the repository's name alone, alice/small",
+        ),
+    ],
+)
+def test_a_space_links_to_no_model_that_is_not_there(translator, pushes, hub, name, message):
+    error, _ = pushes(translator, name, "--space", SPACE)
+    assert message in error
+    assert not api_of(hub).repo_exists(SPACE, repo_type="space")
+
+
+@ONLY_LFS
+def test_a_bare_name_of_a_model_is_the_users(translator, pushes, hub):
+    _, out = pushes(translator, "small", "--space", SPACE, "--dry-run")
+    assert "models:\n- your-name/small\n" in out
+    assert not hub.log
 
 
 @ONLY_LFS
