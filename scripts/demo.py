@@ -5,6 +5,9 @@ A page for a saved model: it translates, writes on, fills a gap, labels or answe
     python scripts/demo.py runs/en-de --port 8000
 
 The page fits the head that the folder holds. As app.py of a Space it reads the folder `model` beside it.
+It runs the code beside the weights (`trust_remote_code=True`): serve folders that you trust.
+
+Letters in shapes: L tokens.
 """
 
 import argparse
@@ -125,6 +128,8 @@ class Writer(Head):
 
 
 class Translator(Writer):
+    """What an encoder-decoder writes for a text."""
+
     title, verb = "Translation", "Translate"
 
     def answer(self, text: str) -> Answer:
@@ -134,6 +139,8 @@ class Translator(Writer):
 
 
 class Continuer(Writer):
+    """What a decoder writes behind a text."""
+
     title, verb = "Text continuation", "Write on"
 
     def answer(self, text: str) -> Answer:
@@ -152,6 +159,8 @@ class Continuer(Writer):
 
 
 class Filler(Head):
+    """The likeliest tokens for the one gap of a text."""
+
     title, verb = "Fill the gap", "Fill"
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -181,6 +190,8 @@ class Filler(Head):
 
 
 class Classifier(Head):
+    """The labels of a text, with their probabilities."""
+
     title, verb = "Text classification", "Classify"
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -197,6 +208,8 @@ class Classifier(Head):
 
 
 class Tagger(Head):
+    """A text whose words are marked by their labels."""
+
     title, verb = "Token classification", "Mark"
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -216,6 +229,8 @@ class Tagger(Head):
 
 
 class Answerer(Head):
+    """The part of a text that most likely answers a question."""
+
     title, verb = "Question answering", "Answer"
     fields = ("Question", "Text")
 

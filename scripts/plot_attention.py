@@ -6,6 +6,7 @@ Draws what a saved model attends to: one layer's attention, of one head or the m
 
 A row is what one token reads, and sums to 1. An encoder-decoder translates the text first; the picture has a
 row for each token that it wrote, over the tokens of the text (--kind cross, its default).
+It runs the code beside the weights (`trust_remote_code=True`): draw folders that you trust.
 
 Letters in shapes: H heads, L rows, S columns.
 """

@@ -208,7 +208,7 @@ def test_the_model_reads_on_the_accelerator(plot_attention, tmp_path, monkeypatc
     assert places == ["meta"] * 3
 
 
-def break_nothing(folder: Path) -> None:
+def remove_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
@@ -233,7 +233,7 @@ def break_type(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (break_nothing, "holds no config.json: give a folder that train.py or save_pretrained wrote"),
+        (remove_config, "holds no config.json: give a folder that train.py or save_pretrained wrote"),
         (break_json, "holds a config.json that cannot be read"),
         (break_type, "holds a model of the type 'bert', not of this family"),
         (break_tokenizer, "holds no tokenizer that can be read"),
