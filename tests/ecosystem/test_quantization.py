@@ -103,7 +103,7 @@ def test_quantized_models_answer_write_and_come_back(way, name, folder_of, tmp_p
 
 def test_hqq_waits_for_transformers(folder_of):
     """transformers 5 quantizes no weights by hqq while it loads them, of whatever model."""
-    pytest.importorskip("hqq", reason=NEEDS)
+    pytest.importorskip("hqq", reason="runs after pip install hqq")
     with pytest.raises(NotImplementedError, match="HQQ is not available yet"):
         load_remote(
             MODELS["decoder"][-1], folder_of("decoder", **WIDE), quantization_config=HqqConfig(nbits=8)
