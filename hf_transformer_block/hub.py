@@ -42,10 +42,19 @@ class Place:
 
 
 def check_names(place: Place) -> None:
-    """Raises ValueError for an address, and for a branch or a tag that git would refuse or others mix up."""
+    """
+    Raises ValueError for what cannot be names.
+
+    That is an address or an impossible id of a repository, and a branch or a tag that git would refuse or
+    others mix up.
+    """
     pasted = re.match(r"(https?://[^/]+|[\w-]+(\.[\w-]+)+)/(?:spaces/)?([\w.-]+/[\w.-]+)", place.repo_id)
     if pasted:
         raise ValueError(f"{place.repo_id} is an address: give the repository's name alone, {pasted[3]}")
+    try:
+        validate_repo_id(place.repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"{place.repo_id!r} is no name of a repository, as user/name: {error}") from error
     for kind, name in (("branch", place.branch), ("tag", place.tag)):
         if name is None:
             continue
@@ -145,10 +154,6 @@ def login(api: HfApi, place: Place) -> str:
             f"the token of {user['name']} may only read: `hf auth login` with one that may write"
         )
     repo_id = full_name(place.repo_id, user["name"])
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"{place.repo_id!r} is no name of a repository, as user/name: {error}") from error
     namespaces = [user["name"], *(organization["name"] for organization in user.get("orgs", []))]
     if repo_id.split("/")[0] not in namespaces and not place.create_pr:
         raise ValueError(

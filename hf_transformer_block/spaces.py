@@ -76,7 +76,7 @@ def staged_space(
         staged_model(folder, template, license_file, **card_options) as model,
         tempfile.TemporaryDirectory() as place,
     ):
-        check_page(model.folder)
+        check_page(folder)
         target = Path(place)
         (target / INSIDE).mkdir()
         for name in model.files:

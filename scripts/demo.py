@@ -13,6 +13,7 @@ Letters in shapes: L tokens.
 import argparse
 import functools
 import html
+import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -170,7 +171,7 @@ class Filler(Head):
                 "the tokenizer has no mask token, so that no gap can be written: save one with it"
             )
         self.hint = f"Write `{tokenizer.mask_token}` where a word is missing."
-        self.fill = self.pipeline("fill-mask", top_k=CANDIDATES)
+        self.fill = self.pipeline("fill-mask", top_k=CANDIDATES + len(tokenizer.all_special_ids))
 
     def output(self) -> gradio.components.Component:
         return gradio.Label(label="What may stand there", elem_id="answer")
@@ -182,7 +183,8 @@ class Filler(Head):
             raise ValueError(
                 f"the text has {gaps} gaps: write {self.tokenizer.mask_token} once, where one is"
             )
-        found = self.fill(text)
+        no_words = set(self.tokenizer.all_special_ids)
+        found = [one for one in self.fill(text) if one["token"] not in no_words][:CANDIDATES]
         ids = torch.tensor([candidate["token"] for candidate in found])
         names = plot_attention.name_tokens(self.tokenizer, ids)  # parts of characters would all look alike
         scores = [candidate["score"] for candidate in found]
@@ -287,7 +289,7 @@ def told(answer: Callable[..., Answer]) -> Callable[..., Iterator[tuple]]:
     def tell(*texts: str) -> Iterator[tuple]:
         yield None, None, None  # what an earlier text has left does not fit this one
         try:
-            for shown, reading in answer(*texts):
+            for shown, reading in answer(*(text or "" for text in texts)):
                 yield shown, reading, None
         except ValueError as error:
             raise gradio.Error(as_text(error), print_exception=False) from error
@@ -351,14 +353,26 @@ def build_page(head: Head) -> gradio.Blocks:
     return page.queue(default_concurrency_limit=AT_ONCE)
 
 
+def port(text: str) -> int:
+    """Returns a port that nobody uses; raises ArgumentTypeError."""
+    try:
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(("127.0.0.1", int(text)))
+            return taken.getsockname()[1]
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text} is no port: give one from 1024 to 65535") from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be used ({error.strerror}): give another") from None
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=BESIDE, help="What train.py or save_pretrained left."
-    )
-    parser.add_argument("--port", type=int, help="Without, the first free one from 7860.")
+    optional = {"nargs": "?", "default": BESIDE} if BESIDE.is_dir() else {}
+    parser.add_argument("folder", type=Path, **optional, help="What train.py or save_pretrained left.")
+    parser.add_argument("--port", type=port, help="Without, the first free one from 7860.")
     return parser.parse_args()
 
 

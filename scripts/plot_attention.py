@@ -129,7 +129,7 @@ def encode(
 
     Args:
         texts: by the names that messages give them.
-        longest: tokens that are taken if the model has positions for as many.
+        longest: tokens that are taken if the model has positions, and the tokenizer room, for as many.
 
     Raises:
         ValueError: a text is empty, or they are too long.
@@ -143,11 +143,12 @@ def encode(
     if empty := [name for name, length in lengths.items() if not length]:
         raise ValueError(f"the {empty[0]} is empty: write something")
     ids = tokenizer(*texts.values(), verbose=False)["input_ids"]
-    limits = [limit for limit in (longest_input(config), longest) if limit is not None]
-    if limits and len(ids) > min(limits):
+    limits = [longest_input(config), longest, tokenizer.model_max_length]  # the last may be beyond all texts
+    limit = min(limit for limit in limits if limit is not None)
+    if len(ids) > limit:
         name = max(lengths, key=lengths.__getitem__)
         shown = texts[name][:40]
-        raise ValueError(f"{len(ids)} tokens are more than {min(limits)}: shorten the {name} {shown!r}...")
+        raise ValueError(f"{len(ids)} tokens are more than {limit}: shorten the {name} {shown!r}...")
     ids = torch.tensor([ids])
     return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
@@ -291,7 +292,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path, help="What train.py or save_pretrained left.")
     parser.add_argument("text", help="What the model reads.")
-    parser.add_argument("--output_file", type=Path, required=True, help="Where the PNG goes.")
+    parser.add_argument(
+        "--output_file", type=Path, required=True, help="Where the PNG goes; an older one is replaced."
+    )
     parser.add_argument("--layer", type=int, default=-1, help="From 0; -1, the default, is the last.")
     parser.add_argument("--head", type=int, help="From 0; without, the mean of all heads.")
     parser.add_argument(
@@ -303,8 +306,8 @@ def parse_arguments() -> argparse.Namespace:
 def plot(arguments: argparse.Namespace) -> Attention:
     """Writes the picture; raises ValueError, before the weights are read, for what cannot be drawn."""
     output_file = arguments.output_file
-    if output_file.is_dir() or not output_file.absolute().parent.is_dir():
-        raise ValueError(f"--output_file {output_file}: give a file in a folder that is there")
+    if output_file.suffix.lower() != ".png" or not output_file.absolute().parent.is_dir():
+        raise ValueError(f"--output_file {output_file}: give a .png file in a folder that is there")
     config = load_config(arguments.folder)
     choice: dict[str, Any] = {"layer": arguments.layer, "head": arguments.head}
     choice["kind"] = check_choice(config, arguments.kind, **choice)

@@ -1,9 +1,11 @@
 """Tests of scripts/demo.py: the page of every head in a real headless Chromium."""
 
+import argparse
 import itertools
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -250,7 +252,9 @@ def test_a_gap_is_filled(opened, tmp_path):
     inputs = tokenizer(text, return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[inputs["input_ids"] == tokenizer.mask_token_id][0]
-    scores, ids = logits.softmax(dim=-1).topk(5)
+    probabilities = logits.softmax(dim=-1)
+    probabilities[tokenizer.all_special_ids] = 0  # they can stand in no gap
+    scores, ids = probabilities.topk(5)
     expected = [
         (tokenizer.decode([token]), percent(score))
         for token, score in zip(ids.tolist(), scores.tolist(), strict=True)
@@ -390,6 +394,24 @@ def test_a_folder_without_a_head_or_model_gets_a_line(tmp_path):
         command = [sys.executable, str(SCRIPTS / "demo.py"), folder]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert (done.returncode, done.stderr.splitlines()[-1]) == (1, message)
+
+
+def test_a_text_that_a_client_leaves_out_is_empty(demo, tmp_path):
+    head = demo.load_head(save(tmp_path / "saved", TransformerBlockForMaskedLM, "encoder"))
+    with pytest.raises(demo.gradio.Error, match="the text is empty: write something"):
+        list(demo.told(head.answer)(None))
+
+
+def test_a_port_is_looked_at_before_anything_is_loaded(demo):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(argparse.ArgumentTypeError, match="cannot be used .*: give another"):
+            demo.port(str(taken.getsockname()[1]))
+    assert demo.port("0") > 0  # any that is free
+    for text in ("99999", "-1", "http"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is no port: give one from 1024"):
+            demo.port(text)
 
 
 def test_the_guides_commands_parse_and_its_pictures_are_there_and_small(demo, monkeypatch):

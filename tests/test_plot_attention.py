@@ -152,7 +152,12 @@ def test_parts_of_characters_are_named_as_they_are_stored(plot_attention):
         (TEXT, ["--head", "4"], "--head 4: there are 4 heads: give 0 to 3, or none for their mean"),
         (TEXT, ["--head", "-1"], "--head -1: there are 4 heads"),
         (TEXT, ["--kind", "decoder"], "--kind decoder: encoder models have encoder: leave it out"),
-        (TEXT, ["--output_file", "no/such/a.png"], "--output_file no/such/a.png: give a file in a folder"),
+        (
+            TEXT,
+            ["--output_file", "no/such/a.png"],
+            "--output_file no/such/a.png: give a .png file in a folder",
+        ),
+        (TEXT, ["--output_file", "a.jpg"], "--output_file a.jpg: give a .png file"),
     ],
 )
 def test_bad_input_is_told_before_the_weights_are_read(
@@ -179,6 +184,13 @@ def test_bad_input_is_told_before_the_weights_are_read(
 def test_the_field_of_a_pair_that_does_not_do_is_named(plot_attention, question, text, message):
     with pytest.raises(ValueError, match=message):
         plot_attention.encode(tiny_tokenizer(), tiny_config("encoder"), {"question": question, "text": text})
+
+
+def test_a_text_ends_where_the_tokenizer_cuts_it_for_a_pipeline(plot_attention):
+    config, text = tiny_config("encoder", position_embedding="rotary"), {"text": "w5 " * 9}
+    assert plot_attention.encode(tiny_tokenizer(), config, text)["input_ids"].shape == (1, 9)
+    with pytest.raises(ValueError, match="9 tokens are more than 8: shorten the text 'w5 w5"):
+        plot_attention.encode(tiny_tokenizer(model_max_length=8), config, text)
 
 
 def test_rotary_positions_end_where_a_picture_does(plot_attention, tmp_path, monkeypatch):

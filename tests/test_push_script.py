@@ -116,6 +116,15 @@ def test_a_new_card_and_a_tag_for_what_is_there(hub, saved, tmp_path, monkeypatc
 
 
 @ONLY_LFS
+@pytest.mark.parametrize("name", ["bad name/x", "a/b/c", "a/b--c", "a/" + "b" * 97])
+def test_impossible_repositories_are_refused_first(hub, saved, monkeypatch, capsys, name):
+    for words in ([name], ["--space", name], [name, "--dry-run"], ["--space", name, "--dry-run"]):
+        error, _ = run_script(monkeypatch, capsys, saved, *words)
+        assert f"{name!r} is no name of a repository, as user/name: " in error
+    assert not hub.log
+
+
+@ONLY_LFS
 @pytest.mark.parametrize(
     "flags",
     [

@@ -71,33 +71,44 @@ def version_of(package: str) -> str:
     return done.stdout.strip() if done else ""
 
 
-def read_results(*files: Path) -> dict[tuple[str, str], dict[str, list[str]]]:
-    """Returns the outcomes of (tool, test) by column; those of later files replace earlier ones."""
+def variant_of(parameters: str) -> str:
+    """Returns what stands in a test's brackets besides shapes, tools and numbers."""
+    words = r"encoder|decoder|classifier|reward|(options)?\d+$|None|" + "|".join(filter(None, TOOLS))
+    return re.sub(r"-+", "-", re.sub(words, "", parameters.rstrip("]"))).strip("-")
+
+
+def read_results(*files: Path) -> dict[tuple[str, str], dict[str, dict[str, list[str]]]]:
+    """
+    Returns the variants of (tool, test) by column and outcome.
+
+    A later file replaces what earlier ones tell of a test.
+    """
     results = {}
     for file in files:
-        found = defaultdict(lambda: defaultdict(list))
+        found = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
         for case in ElementTree.parse(file).iter("testcase"):
             folder, _, module = case.get("classname").rpartition(".")
             if folder != "tests.ecosystem":  # a page of the guide
                 continue
             name = f"{module}::{case.get('name')}"
-            row = first_of(TOOLS, name), name.partition("[")[0].replace("::", ".py::")
-            found[row][first_of(SHAPES, name)].append(outcome_of(case))
+            test, _, parameters = name.partition("[")
+            row = first_of(TOOLS, name), test.replace("::", ".py::")
+            found[row][first_of(SHAPES, name)][outcome_of(case)].append(variant_of(parameters))
         results |= found
     return {row: results[row] for row in sorted(results)}
 
 
-def cell(outcomes: list[str]) -> str:
-    """Returns what a column says of a test: each outcome once, with how many variants had it."""
-    counts = {outcome: outcomes.count(outcome) for outcome in dict.fromkeys(outcomes)}
-    return "; ".join(f"{outcome} ({count})" if count > 1 else outcome for outcome, count in counts.items())
+def cell(outcomes: dict[str, list[str]]) -> str:
+    """Returns what a column says of a test: each outcome once, with the variants that had it."""
+    names = {outcome: ", ".join(filter(None, dict.fromkeys(found))) for outcome, found in outcomes.items()}
+    return "; ".join(f"{outcome} ({names[outcome]})" if names[outcome] else outcome for outcome in outcomes)
 
 
-def render(results: dict[tuple[str, str], dict[str, list[str]]]) -> str:
+def render(results: dict[tuple[str, str], dict[str, dict[str, list[str]]]]) -> str:
     """Returns the table in Markdown."""
     lines = [f"| tool | test | {' | '.join(COLUMNS)} |", "|---" * (2 + len(COLUMNS)) + "|"]
     for (tool, test), columns in results.items():
-        cells = [cell(columns.get(column, [])) for column in COLUMNS]
+        cells = [cell(columns.get(column, {})) for column in COLUMNS]
         lines.append(f"| {f'{tool} {version_of(tool)}'.strip()} | `{test}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
