@@ -136,21 +136,9 @@ def test_contestants_take_turns(benchmark):
 @pytest.mark.slow
 def test_a_run_writes_what_it_prints(tmp_path):
     file = tmp_path / "figures.json"
-    run = subprocess.run(
-        [
-            sys.executable,
-            SCRIPTS / "benchmark.py",
-            "block-2048",
-            "import",
-            "--threads",
-            "1",
-            "--output_file",
-            file,
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    flags = ["--threads", "1", "--output_file", file]
+    command = [sys.executable, SCRIPTS / "benchmark.py", "block-2048", *flags]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
     results = json.loads(file.read_text())
     assert results["machine"]["threads"] == 1
     assert "benchmark.py" in results["machine"]["command"]
