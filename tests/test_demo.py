@@ -163,23 +163,28 @@ def test_two_users_at_once_get_their_own_answers(demo, opened, tmp_path, monkeyp
     assert pages[0].written() != pages[1].written()
 
 
-@NEEDS_BROWSER
-@pytest.mark.slow
-@pytest.mark.parametrize("beams", [1, 3])
-def test_who_closes_the_page_ends_the_generation(demo, browser, opened, tmp_path, monkeypatch, beams):
-    folder = save(tmp_path / "saved", TransformerBlockForCausalLM, "decoder", 50)
-    head = demo.load_head(folder)
+def slow_writer(demo, folder: Path, beams: int, seconds: float) -> tuple:
+    """Returns the head of a decoder whose every forward takes so long, and a list of its forwards."""
+    head = demo.load_head(save(folder, TransformerBlockForCausalLM, "decoder", 50))
     head.model.generation_config.num_beams = beams
     steps, forward = [], head.model.forward
 
     def slow(*args, **kwargs):
         steps.append(1)
-        time.sleep(1)
+        time.sleep(seconds)
         return forward(*args, **kwargs)
 
     head.model.forward = slow
+    return head, steps
+
+
+@NEEDS_BROWSER
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
+def test_who_closes_the_page_ends_the_generation(demo, browser, opened, tmp_path, monkeypatch, beams):
+    head, steps = slow_writer(demo, tmp_path / "saved", beams, 1)
     monkeypatch.setattr(demo, "load_head", lambda folder: head)
-    (page,) = opened(folder)
+    (page,) = opened(tmp_path / "saved")
     page.ask(text=TEXTS[0])
     page.wait(lambda: len(steps) > 2)
     other = next(tab for tab in browser.window_handles if tab != page.tab)
@@ -342,17 +347,7 @@ def test_the_texts_of_two_users_grow_side_by_side(demo, tmp_path):
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_user_who_leaves_ends_the_generation(demo, tmp_path, beams):
-    folder = save(tmp_path / "saved", TransformerBlockForCausalLM, "decoder", 50)
-    head = demo.load_head(folder)
-    head.model.generation_config.num_beams = beams
-    steps, forward = [], head.model.forward
-
-    def slow(*args, **kwargs):
-        steps.append(1)
-        time.sleep(0.05)
-        return forward(*args, **kwargs)
-
-    head.model.forward = slow
+    head, steps = slow_writer(demo, tmp_path / "saved", beams, 0.05)
     answer = head.answer(TEXTS[0])
     assert next(answer)[1] is None  # it still writes
     answer.close()

@@ -150,8 +150,8 @@ def test_our_tests_pass_with_an_older_transformers_and_nothing_is_deprecated(ove
     assert [topic for topic in TOPICS if not files[topic]] == []
     names = [str(path) for topic in TOPICS for path in files[topic]]
     warnings = ["-W", "error::FutureWarning", "-W", "error::DeprecationWarning"]
-    quick = ["-p", "no:cacheprovider", "-x", "-q", "-n", "2", "--dist", "loadfile"]
-    session = python(SESSION, *quick, *warnings, *names, overlay=overlay, cwd=TESTS.parent)
+    options = ["-p", "no:cacheprovider", "-x", "-q", "-n", "2", "--dist", "loadfile"]
+    session = python(SESSION, *options, *warnings, *names, overlay=overlay, cwd=TESTS.parent)
     assert session.returncode == 0, session.stdout[-8000:] + session.stderr[-2000:]
     assert session.stdout.splitlines()[-1] == version
     assert int(re.search(r"(\d+) passed", session.stdout)[1]) > 0
